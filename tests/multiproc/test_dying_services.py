@@ -82,7 +82,6 @@ def test_stopped_unit_is_passed_over_and_its_rows_come_back_elsewhere(tmp_path: 
         until(lambda: not any(stats.num_rows for stats in client.unit_stats().values()))
 
 
-@pytest.mark.gate
 def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controller(tmp_path: Path) -> None:
     tasks = {"look": ["x"], "work": ["x"]}
     with tq.start(tasks, num_units=2, num_controllers=2, config=CONFIG, log_dir=tmp_path) as queue:

@@ -337,7 +337,6 @@ def test_a_stop_string_ends_the_call_and_what_was_drawn_beyond_it_is_nowhere(sta
     assert (first_turn["role"], first_turn["content"]) == ("assistant", "<call>37")
 
 
-@pytest.mark.gate
 def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
     rollouts, engine = start(renderer="my_rollouts:NoBridge")
     rollouts.begin([request(0)])
@@ -357,7 +356,6 @@ def test_processor_time_of_service_and_functions_is_counted_once(start: Any) -> 
     assert 0.4 <= counted_s <= sum(each.user + each.system for each in whole) + 0.05
 
 
-@pytest.mark.gate
 def test_several_samples_lie_in_one_row(start: Any) -> None:
     rollouts, _ = start(function="my_rollouts:two")
     rollouts.begin([request(0)])
@@ -367,8 +365,7 @@ def test_several_samples_lie_in_one_row(start: Any) -> None:
     assert (one.reward, one.metrics) == (1.0, {"seen": 2.0})
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.gate), 1])
 def test_rollouts_begin_again_when_the_service_or_a_worker_is_killed(start: Any, tmp_path: Path, who: int) -> None:
     rollouts, _ = start(function="my_rollouts:waits", timeout_s=3.0)
     rollouts.begin([request(index, seen=str(tmp_path)) for index in range(4)])
@@ -421,7 +418,6 @@ def test_a_service_that_stands_still_while_it_starts_has_not_started(
         start(renderer="my_rollouts:Endless")
 
 
-@pytest.mark.gate
 def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(start: Any, tmp_path: Path) -> None:
     rollouts, _ = start(function="my_rollouts:writes")
     scratch = tmp_path / "scratch"
@@ -494,7 +490,6 @@ def test_a_batch_whose_failures_are_quick_goes_on_until_its_others_come_to_their
             rollouts.begin([request(1 + 2 * index) for index in range(8)])
 
 
-@pytest.mark.gate
 def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:
     rollouts, engine = start(max_turns=1)
     rollouts.begin([request(0)])
@@ -517,7 +512,6 @@ def test_a_step_that_runs_out_of_what_it_iterates_over_is_a_failure(start: Any) 
     assert one.leaves and "StopIteration" in one.failure
 
 
-@pytest.mark.gate
 def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) -> None:
     pytest.importorskip("openai")
     rollouts, engine = start(function=None, agent="my_rollouts:agent", tools=[])

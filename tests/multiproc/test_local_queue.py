@@ -96,8 +96,7 @@ def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
     wait_for(lambda: client.stats()[0].live_rows == 0, "empty queue")
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("num_controllers", [1, 2])
+@pytest.mark.parametrize("num_controllers", [pytest.param(1, marks=pytest.mark.gate), 2])
 def test_who_waits_for_a_small_put_gets_its_values_with_the_lease(num_controllers: int) -> None:
     with tq.start(TASKS, num_controllers=num_controllers, config=FAST) as queue:
         producer, scorer = queue.client("producer"), queue.client("scorer")

@@ -12,9 +12,10 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.key_reference import all_keys, as_markdown, keys_of
 from weightsync.version import Version
+from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, ValueLoss
 from workers.engines.base import Generation, StepStats
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
-from workers.records.step_totals import UpdateTotals
+from workers.records.step_totals import UpdateTotals, numbers
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluation_line
 from workers.rollout.rollouts import single_turn
@@ -31,6 +32,16 @@ def named_in(section: str) -> set[str]:
     (text,) = [part for part in page.split("\n## ") if part.startswith(f"`{section}`")]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+
+
+def losses() -> list[tuple[MicroLoss, str]]:
+    """Return both losses, of one token, after their call."""
+    one, parts = torch.ones(1), PolicyParts((PPOClip(0.2, 0.2),))
+    policy = PolicyLoss(parts, (0.0, "k3"), torch.ones(1, dtype=torch.int32), one, one, one)
+    policy(one, one)
+    value = ValueLoss(one, one, one, clip=None, coef=1.0)
+    value(one)
+    return [(policy, "loss"), (value, "critic")]
 
 
 def test_page_of_the_configuration_is_what_the_models_say() -> None:
@@ -61,7 +72,7 @@ def test_section_is_found_and_a_wrong_one_gets_a_hint() -> None:
 def test_command_prints_them() -> None:
     done = CliRunner().invoke(main, ["config", "checkpoint"])
     assert done.exit_code == 0
-    assert "checkpoint.interval: int (>= 0) = 20\n    Save every so many steps" in done.output
+    assert "checkpoint.interval: int (>= 0) = 20\n    Save every `interval` steps" in done.output
     assert CliRunner().invoke(main, ["config", "actr"]).exit_code == 2
 
 
@@ -69,11 +80,13 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     records = recorder(tmp_path)
     step = finished_step(1)
     step.log(Model.CRITIC).add(UpdateTotals(), scale=1.0, stats=StepStats(1.0, 1e-3))
+    for loss, of in losses():
+        step.totals.add_loss(*numbers([loss.stats]), of)
     records.update_made(1, 1, 1)
     records.write(step)
     records.close()
     for name in ("metrics.jsonl", "updates.jsonl"):
-        assert set(json.loads((tmp_path / name).read_text())) == named_in(name), name
+        assert set(json.loads((tmp_path / name).read_text())) == named_in(name) - {"NAME"}, name
     lines = (TrainedLine, FilteredLine, DeadLetterLine)
     written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
     assert written == named_in("ledger.jsonl")

@@ -223,7 +223,8 @@ class StepTotals:
         `explained_variance` is 1 - Var(return - value) / Var(return): 0 for a critic that knows nothing, 1 for one that
         knows the return; 0 if all returns are equal.
         """
-        sums, means = self.sums, self._loss_means("critic")
+        sums = self.sums
+        means = dict.fromkeys(("value_mean", "return_mean", "value_clip_fraction"), 0.0) | self._loss_means("critic")
         tokens = max(1.0, sums["critic/tokens"])
         variance = sums["critic/return_squared"] / tokens - means["return_mean"] ** 2
         left = sums["critic/error_squared"] / tokens - (means["value_mean"] - means["return_mean"]) ** 2

@@ -56,8 +56,8 @@ def test_a_request_that_failed_is_sent_again(judge: Judge) -> None:
         ((500, b"broken"), "answered 500: broken (asked 3 times)", 3),
         ((401, {"error": f"wrong key {KEY}"}), "wrong key ***", 1),
         ((302, b""), "answered 302", 1),
-        ((200, b"<html>"), "no chat completion: <html>", 1),
-        ((200, {"choices": []}), "no chat completion", 1),
+        ((200, b"<html>"), "not a chat completion: <html>", 1),
+        ((200, {"choices": []}), "not a chat completion", 1),
     ],
 )
 def test_what_cannot_be_used_is_one_line_without_the_key(judge: Judge, answer: Any, words: str, asked: int) -> None:
@@ -86,7 +86,7 @@ def test_a_key_that_is_not_there_is_refused_before_anything_is_asked(judge: Judg
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"models": {"judge": {"base_url": "http://me:word@host/v1", "model": "m"}}}, "user's name"),
+        ({"models": {"judge": {"base_url": "http://me:word@host/v1", "model": "m"}}}, "has a user name"),
         ({"models": {"judge": {"base_url": "http://host/v1", "model": "m"}}, "function": None}, "clients of their own"),
     ],
 )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from models import families, row
+
+from benchmarks.models import families, row
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()

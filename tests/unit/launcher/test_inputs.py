@@ -330,7 +330,7 @@ SCORE = "def score(prompt, response, ground_truth): return {0}\n"
         ),
         (
             "def score(p, r, g, *, w=1): return w\nscore.__kwdefaults__ = {'w': 2}\n",
-            "score: the default '1' is 2 in it",
+            "score: the default '1' was 2 at its definition",
         ),
         ("class A:\n    w = 1\nA.w = 2\n" + SCORE.format("A.w"), "score uses A: 'w' is no longer what its line"),
         (

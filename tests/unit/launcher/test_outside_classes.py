@@ -241,7 +241,7 @@ def test_run_whose_class_lost_a_setting_is_told_where_that_is_from(code: Path, t
     saved = tmp_path / "config.yaml"
     saved.write_text(saved.read_text().replace("algorithm:\n", "algorithm:\n  lost: 1\n"))
     with pytest.raises(
-        ConfigError, match=r"^algorithm\.lost: unknown key; .*config\.yaml has the settings that the run "
+        ConfigError, match=r"^algorithm\.lost: unknown key; .*config\.yaml holds the settings that the run "
     ):
         load_config(saved)
 

@@ -104,7 +104,7 @@ def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_th
     for shape, seconds in few.whole(TRAIN).items():
         assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
     one = replace(few, seconds={block: each for block, each in few.seconds.items() if block.layers < 2})
-    with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model alone"):
+    with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model, but"):
         one.check(config, sizes, "mine.json")
 
 

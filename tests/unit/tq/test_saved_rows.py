@@ -182,4 +182,4 @@ def test_missing_or_damaged_snapshot_is_a_warning(snapshot: Path, damage: str) -
     rows = SavedRows(snapshot, rule(), warn=warnings.append)
     assert taken(rows, groups(21, 0)) == {}
     assert taken(rows, groups(21, 1)) == {}
-    assert len(warnings) == 1 and warnings[0].endswith("; what it holds is generated again")
+    assert len(warnings) == 1 and warnings[0].endswith("; its samples are generated again")

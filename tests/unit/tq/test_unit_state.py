@@ -121,7 +121,7 @@ def test_malformed_create_leaves_nothing_behind(unit: World) -> None:
         unit.create([3, 4], {"prompts": numbers(3)})
     with pytest.raises(PeerRefused, match="twice"):
         unit.create([3, 3], {"prompts": numbers(3, 3)})
-    with pytest.raises(PeerRefused, match="none"):
+    with pytest.raises(PeerRefused, match="names no rows"):
         unit.create([], {})
     with pytest.raises(PeerRefused, match="groups"):
         unit.state.create([3], None, partition=1, groups=[])
