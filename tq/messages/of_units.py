@@ -140,16 +140,24 @@ class RowList(Message):
 
 
 class RowInfo(msgspec.Struct, frozen=True):
-    """What `QueueClient.list_rows` says about a row."""
+    """What `QueueClient.list_rows` says about a row.
+
+    Attributes:
+        unit: where it is.
+        columns: written so far.
+        done: tasks that are done with it.
+        tokens: its length in tokens.
+        num_bytes: of its values.
+    """
 
     index: int
     group: int
     partition: int
-    unit: str  # where it is
-    columns: tuple[str, ...]  # written so far
-    done: tuple[str, ...]  # tasks that are done with it
-    tokens: int  # its length in tokens
-    num_bytes: int  # of its values
+    unit: str
+    columns: tuple[str, ...]
+    done: tuple[str, ...]
+    tokens: int
+    num_bytes: int
 
     @staticmethod
     def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
@@ -168,24 +176,29 @@ class SnapshotWritten(Message):
 
 
 class UnitStats(Message):
-    """What a unit holds and did."""
+    """What a unit holds and did.
 
-    # `num_rows`, `num_bytes`: all rows here; bytes really held, also by rows that are half gone.
+    Attributes:
+        num_rows, num_bytes: all rows here; bytes really held, also by rows that are half gone.
+        retained_rows, retained_bytes: those of them that only wait for a checkpoint.
+        spilled_bytes: retained bytes that are on disk.
+        puts, gets, bytes_in, bytes_out: since the start.
+        shared_channels, wire_channels: clients whose payloads come through shared memory, and over the wire.
+        backend: where values are kept.
+    """
+
     num_rows: int
     num_bytes: int
-    # `retained_rows`, `retained_bytes`: those of them that only wait for a checkpoint.
     retained_rows: int = 0
     retained_bytes: int = 0
-    spilled_bytes: int = 0  # retained bytes that are on disk
-    # `puts`, `gets`, `bytes_in`, `bytes_out`: since the start.
+    spilled_bytes: int = 0
     puts: int = 0
     gets: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    # `shared_channels`, `wire_channels`: clients whose payloads come through shared memory, and over the wire.
     shared_channels: int = 0
     wire_channels: int = 0
-    backend: str = "memory"  # where values are kept
+    backend: str = "memory"
 
 
 UNIT_REQUESTS = (

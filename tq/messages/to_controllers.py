@@ -368,14 +368,21 @@ class NoRowsReason(StrEnum):
 
 
 class NoRows(Message):
-    """No lease."""
+    """No lease.
+
+    Attributes:
+        newest_version: newest one that was published and that the task's consumers can use
+            (`TaskSpec.version_interval`).
+        waiting_for: for a deadline, what is missing, as text for people.
+        producers_alive: for a deadline, whether a client that writes what is missing is connected.
+        lineage: of the newest version.
+    """
 
     reason: NoRowsReason
-    # Newest one that was published and that the task's consumers can use (`TaskSpec.version_interval`).
     newest_version: int
-    waiting_for: str = ""  # for a deadline, what is missing, as text for people
-    producers_alive: bool = True  # for a deadline, whether a client that writes what is missing is connected
-    lineage: int = 0  # of the newest version
+    waiting_for: str = ""
+    producers_alive: bool = True
+    lineage: int = 0
 
 
 class LostRows(Message):
@@ -394,38 +401,57 @@ class Published(Message):
 
 
 class TaskStats(Message):
-    """Counts of one task's rows."""
+    """Counts of one task's rows.
+
+    Attributes:
+        waiting, ready, leased, done: rows by state (done: of partitions still held).
+        parked_requests: fetches that wait.
+        oldest_request_s: how long the oldest of these has waited (0: none).
+        rows_per_s: done per second, over roughly the last ten seconds.
+        acked: rows done since the controller's start.
+        deliveries: leases given so far.
+        released: rows that came back from consumers that died or gave up.
+    """
 
     task: str
-    # `waiting`, `ready`, `leased`, `done`: rows by state (done: of partitions still held).
     waiting: int
     ready: int
     leased: int
     done: int
-    parked_requests: int  # fetches that wait
+    parked_requests: int
     controller: str = ""
-    oldest_request_s: float = 0.0  # how long the oldest of these has waited (0: none)
-    rows_per_s: float = 0.0  # done per second, over roughly the last ten seconds
-    acked: int = 0  # rows done since the controller's start
-    deliveries: int = 0  # leases given so far
-    released: int = 0  # rows that came back from consumers that died or gave up
+    oldest_request_s: float = 0.0
+    rows_per_s: float = 0.0
+    acked: int = 0
+    deliveries: int = 0
+    released: int = 0
 
 
 class QueueStats(Message):
-    """What one controller knows."""
+    """What one controller knows.
 
-    tasks: list[TaskStats]  # those that it serves
-    # `live_rows`, `live_bytes`: rows that some task is not done with.
+    Attributes:
+        tasks: those that it serves.
+        live_rows, live_bytes: rows that some task is not done with.
+        admitted_groups: high-water mark of admission (0 without admission).
+        row_limit, byte_limit: where puts start to wait; 0: no limit.
+        lost_rows: lost with a unit, not put again yet.
+        dead_letter_groups: taken out after too many deliveries.
+        filtered_groups: taken out because they would teach nothing.
+        units: name -> bytes held, of the units that are up.
+        owners: consumers with a fresh heartbeat.
+    """
+
+    tasks: list[TaskStats]
     live_rows: int
     newest_version: int
-    admitted_groups: int  # high-water mark of admission (0 without admission)
+    admitted_groups: int
     live_bytes: int = 0
-    # `row_limit`, `byte_limit`: where puts start to wait; 0: no limit.
     row_limit: int = 0
     byte_limit: int = 0
     waiting_puts: int = 0
-    lost_rows: int = 0  # lost with a unit, not put again yet
-    dead_letter_groups: int = 0  # taken out after too many deliveries
-    filtered_groups: int = 0  # taken out because they would teach nothing
-    units: dict[str, int] = {}  # name -> bytes held, of the units that are up
-    owners: list[str] = []  # consumers with a fresh heartbeat
+    lost_rows: int = 0
+    dead_letter_groups: int = 0
+    filtered_groups: int = 0
+    units: dict[str, int] = {}
+    owners: list[str] = []
