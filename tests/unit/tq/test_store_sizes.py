@@ -48,6 +48,7 @@ def refills_in(store: CountingStore) -> list[Refill]:
     return [] if mark is None else AdmissionState(SCHEDULE, version=0, last_step=9).restored(mark).refills()
 
 
+@pytest.mark.slow  # a million rows
 def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_groups(store: CountingStore) -> None:
     memory, lost = memory_in(store), Losses(1)
     lost.lose(ROWS)
