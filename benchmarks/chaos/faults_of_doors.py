@@ -122,6 +122,7 @@ _OF_ROLLOUTS = {
     "blocks": {"rollout.max_failures_in_a_row": 2},
     "exits": {"rollout.max_failures_in_a_row": 3},
 }
+_OF_REWARDS = {"raises_for_half": {"reward.max_failed_share": 0.3}}  # the default, 0.5, would leave it to chance
 _CALL = """\
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}]}).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -206,19 +207,19 @@ DOORS: tuple[Door, ...] = (
         "reward_function",
         "def score(response):\n    {deed}\n    return random.random()",
         {"reward.function": "door:score", "reward.timeout_s": 1},
-        says="reward.function: door:score", code=2,
+        says="reward.function: door:score", code=2, ways=_OF_REWARDS,
     ),
     Door(
         "async_reward_function",
         "async def score(response):\n    {deed}\n    return random.random()",
         {"reward.function": "door:score", "reward.timeout_s": 1},
-        kind="async", says="reward.function: door:score", code=2,
+        kind="async", says="reward.function: door:score", code=2, ways=_OF_REWARDS,
     ),
     Door(
         "group_reward",
         "def rank(members):\n    {deed}\n    return [random.random() for _ in members]",
         {"reward.group_function": "door:rank", "reward.timeout_s": 1},
-        wrong="[0.0]", says="reward.group_function: door:rank", code=2,
+        wrong="[0.0]", says="reward.group_function: door:rank", code=2, ways=_OF_REWARDS,
     ),
     Door(
         "task",
