@@ -119,7 +119,7 @@ _ROLLOUTS = {
 }
 _OF_ROLLOUTS = {
     "raises_for_half": {"rollout.max_attempts": 20, "rollout.max_failures_in_a_row": 1000},
-    "blocks": {"rollout.max_failures_in_a_row": 2},
+    "blocks": {"rollout.max_failures_in_a_row": 2, "rollout.stall_timeout_s": 2},
     "exits": {"rollout.max_failures_in_a_row": 3},
 }
 _OF_REWARDS = {"raises_for_half": {"reward.max_failed_share": 0.3}}  # the default, 0.5, would leave it to chance
