@@ -1,7 +1,6 @@
 """Import paths that pages of 0.1 named, and where they lead now. Importing one warns."""
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 import warnings
@@ -12,7 +11,7 @@ FORMER = {
     "launcher.loggers.base": "launcher.loggers.backends",
     "weightsync.external": "weightsync.export",
     "workers.agents.environment": "workers.agents.api",
-    "workers.agents.messages": "workers.agents.rendering",
+    "workers.agents.messages": "workers.agents.turns",
     "workers.algorithms.config": "workers.settings.algorithms",
     "workers.config": "workers.settings.run",
     "workers.engines.model_files": "workers.data.model_files",
@@ -20,13 +19,18 @@ FORMER = {
 }
 
 
-class FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a former module as a copy of today's namespace, so that classes are the same objects."""
+class FormerNames:
+    """Finder and loader of a former module: a copy of today's namespace, so that classes are the same objects."""
+
+    # Without the bases in importlib.abc, whose import costs every process some ten milliseconds.
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(fullname, self) if fullname in FORMER else None
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in FORMER else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Have the import system create the module as usual."""
 
     def exec_module(self, module: ModuleType) -> None:
         now = FORMER[module.__name__]

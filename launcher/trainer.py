@@ -34,9 +34,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.checkpoint_files import HF
 from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineTail
-from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, HF, INPUTS, METRICS_FILE, list_checkpoints
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, METRICS_FILE, list_checkpoints
 from launcher.checks.placement import find_devices
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from asyncflow.run_files import sync_tree
+from asyncflow.checkpoint_files import sync_tree
 from benchmarks.checkpoint.state import SyntheticEngine
 from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.rank.peers import gather

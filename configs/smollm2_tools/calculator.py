@@ -12,7 +12,7 @@ import re
 
 from workers.agents import Environment, Reply, Task
 from workers.agents.api import Step
-from workers.agents.rendering import Message
+from workers.agents.turns import Message
 
 SYSTEM = "Never multiply yourself. Write <calc>12*34</calc> to call the calculator. When you know its result, say it."
 CALL = re.compile(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>")

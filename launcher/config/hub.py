@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
-from asyncflow.run_files import content_hash
 from workers.settings.data import HubPart
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

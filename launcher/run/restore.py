@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncflow.checkpoint_files import HF, CheckpointMeta, damages
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
 from asyncflow.run_files import (
@@ -24,16 +25,13 @@ from asyncflow.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     FEED_FILE,
-    HF,
     JOB_FILE,
     LEDGER_FILE,
     META_FILE,
     METRICS_FILE,
     SAMPLER_FILE,
     UPDATES_FILE,
-    CheckpointMeta,
     checkpoint_step,
-    damages,
     list_checkpoints,
 )
 from launcher.config.load_config import read_yaml

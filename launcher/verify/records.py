@@ -15,21 +15,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 
+from asyncflow.checkpoint_files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.json_lines import Lines, read_lines
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
-    CRITIC,
-    DCP,
     LEDGER_FILE,
     META_FILE,
     METRICS_FILE,
-    QUEUE,
     SAMPLER_FILE,
     UPDATES_FILE,
-    CheckpointMeta,
-    damages,
     list_checkpoints,
 )
 from launcher.config.load_config import read_yaml

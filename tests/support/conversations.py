@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from workers.agents.rendering import TOOL, Message, Renderer, Tools
+from workers.agents.rendering import TOOL, Renderer
 from workers.agents.session import DrawnTokens, PromptOf, Session, TokenSample
+from workers.agents.turns import Message, Tools
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from workers.agents import BudgetSpent, Context, Environment, Model, Reply, Sample, Task
 from workers.agents.api import Tool
-from workers.agents.attempt import ChatRequest
-from workers.agents.rendering import Message
+from workers.agents.turns import ChatRequest, Message
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from workers.agents.attempt import ChatRequest, Completion
 from workers.agents.gateway import Gateway
-from workers.agents.rendering import Message
+from workers.agents.turns import ChatRequest, Completion, Message
 
 Draw = Callable[[ChatRequest], Completion]
 DEADLINE_S = 30

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncflow.checkpoint_files import CheckpointMeta, damages, files_below
 from asyncflow.errors import CheckpointError
-from asyncflow.run_files import CheckpointMeta, damages, files_below
 from workers.checkpoint.checkpoint_directory import prunable
 from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.settings.run import CheckpointConfig

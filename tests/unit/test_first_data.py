@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 import configs
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import ConfigError
-from asyncflow.run_files import CheckpointMeta
 from asyncflow.sealed_store import SealedStore
 from workers.data.prompt_rows import data_hash
 from workers.data.tokenizer import tokenizer_files

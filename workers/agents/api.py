@@ -28,10 +28,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from workers.agents.attempt import ChatRequest
 from workers.agents.other_model import OtherModel, Utterance
-from workers.agents.rendering import Message
 from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
+from workers.agents.turns import ChatRequest, Message
 from workers.agents.wire import Begin
 from workers.calls.user_function import load_function
 from workers.rewards.base import finite, metrics_of

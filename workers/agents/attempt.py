@@ -3,59 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
 
 from asyncflow.errors import AsyncFlowError
-from workers.agents.rendering import Message, Renderer
+from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.session import DrawnTokens, Session
+from workers.agents.turns import ChatRequest, Completion, Message
 from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
-
-# A turn, as it reaches the session service through either door: the gateway's HTTP or a user worker's socket.
-
-Tool = dict[str, Any]
-"""`{"type": "function", "function": {"name", "description", "parameters"}}`."""
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """One turn to draw."""
-
-    messages: list[Message]  # the whole history; its last message is not the assistant's
-    tools: list[Tool] | None = None
-    max_tokens: int | None = None  # None: the run's limit
-    # Strings that end the response: the token that completes one is its last, and the message ends before the string
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One drawn turn."""
-
-    message: Message  # the assistant's, to be repeated in the next history
-    finish_reason: Literal["stop", "length", "tool_calls"]  # `length`: a limit cut it off
-    # prompt_tokens, completion_tokens: counts
-    prompt_tokens: int
-    completion_tokens: int
-    token_ids: list[int]
-    log_probs: list[float]  # of each drawn token, at the time it was drawn
-    stop: str = ""  # the string that ended it, or ""
-
-
-class Sessions(Protocol):
-    """What the gateway needs of the session service."""
-
-    async def complete(self, key: str, request: ChatRequest) -> Completion:
-        """Draw one turn in the session of this key.
-
-        Raises:
-            SessionGone, ContextLengthExceeded, BadAgentRequest: see `workers.agents.rollout_errors`.
-        """
-
-    def count(self, key: str, request: ChatRequest) -> int:
-        """Return the number of tokens that the request's prompt would have; raises as `complete` does."""
-
 
 DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew."""

@@ -18,7 +18,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
 from asyncflow.settings import Settings
 from workers.agents.api import Environment, Reply, Step, Task
-from workers.agents.rendering import Message
+from workers.agents.turns import Message
 
 try:
     import gymnasium

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
-from workers.agents.rendering import Message
+from workers.agents.turns import Message
 from workers.settings.openai import read_api_key
 from workers.settings.rollout import ServedModelConfig
 

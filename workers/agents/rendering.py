@@ -11,7 +11,6 @@ So the model keeps seeing what a template would strip from the history (usually 
 `workers.agents.session`, from any thread.
 """
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -20,93 +19,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import Message, Tools, call_id, normalized
 from workers.calls.user_function import load_function
 from workers.data.model_files import eos_token_ids
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
-
-# Chat messages as dictionaries in OpenAI format: normalizing and comparing them.
-
-Message = dict[str, Any]
-"""role, content, and depending on the role: tool_calls [{id, type, function: {name, arguments}}], reasoning_content,
-tool_call_id.
-"""
-Tools = Sequence[Mapping[str, Any]] | None
-"""OpenAI format: {type: function, function: {name, description, parameters}}."""
-
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
-def normalized(
-    messages: Sequence[Mapping[str, Any]], *, arguments: Literal["text", "object"] = "text"
-) -> list[Message]:
-    """Return messages whose content is a single text, without empty fields.
-
-    `arguments`: form of tool-call arguments: JSON text, as agents see them, or the parsed object, as chat templates
-    want it. Text that is not a JSON object is kept. Raises BadAgentRequest if a message has no role, or content other
-    than text.
-    """
-    return [_normalized(message, arguments) for message in messages]
-
-
-def canonical(message: Mapping[str, Any]) -> str:
-    """Return a key that is equal for messages that are the same to the model."""
-    plain = _normalized(message, "object")
-    calls = [
-        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
-        for call in plain.get("tool_calls", [])
-    ]
-    # No reasoning: clients drop it. Call arguments are compared by value.
-    parts = plain["role"], plain["content"].strip(), calls, plain.get("name"), plain.get("tool_call_id")
-    return json.dumps(parts, sort_keys=True)
-
-
-def call_id(token_ids: Sequence[int], index: int) -> str:
-    """Return the id of a call in drawn tokens: nine letters and digits, all that Mistral's templates allow."""
-    number = int.from_bytes(hashlib.blake2b(json.dumps([*token_ids, index]).encode(), digest_size=8).digest())
-    return "".join(_DIGITS[number // 36**place % 36] for place in range(9))
-
-
-def _normalized(message: Mapping[str, Any], arguments: str) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadAgentRequest("messages", "each must be an object with a role")
-    kept = {key: value for key, value in message.items() if value is not None and value != []}
-    kept["content"] = _text(message.get("content"))
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [_call(call, arguments) for call in kept["tool_calls"]]
-    return kept
-
-
-def _text(content: object) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, Sequence) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadAgentRequest("messages", "content must be text or a list of {type: text, text: ...}")
-    return "".join(map(str, texts))
-
-
-def _call(call: object, arguments: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadAgentRequest("messages", "a tool call must have a function with a name and arguments")
-    given: Any = function.get("arguments", "")
-    if isinstance(given, str) and arguments == "object":
-        try:
-            parsed = json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            parsed = given
-        given = parsed if isinstance(parsed, dict) else given
-    elif not isinstance(given, str) and arguments == "text":
-        given = json.dumps(given)
-    return {"type": "function", **call, "function": {**function, "arguments": given}}
-
 
 # Parses a reply's text into reasoning, tool calls and content. Pure.
 #

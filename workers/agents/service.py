@@ -25,10 +25,11 @@ from msgspec.structs import replace
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent, end_session_with_me
-from workers.agents.attempt import BudgetIsSpent, ChatRequest, Completion, Run
+from workers.agents.attempt import BudgetIsSpent, Run
 from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.turns import ChatRequest, Completion
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,

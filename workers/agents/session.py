@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.agents.rendering import Message, Renderer, Tools, call_id, canonical, normalized
+from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import Message, Tools, call_id, canonical, normalized
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncflow.decoding import msgpack_decoder
-from workers.agents.rendering import Message
+from workers.agents.turns import Message
 from workers.calls.frames import frame, read_frame
 from workers.settings.data import TemplateSettings
 

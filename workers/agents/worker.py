@@ -35,9 +35,9 @@ from msgspec.structs import replace
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent, limit_resources
 from workers.agents.api import Context, Model, Reply, Sample, Tool, load_tools, task_of
-from workers.agents.attempt import ChatRequest
 from workers.agents.other_model import OtherModel
 from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
+from workers.agents.turns import ChatRequest
 from workers.agents.wire import (
     Ask,
     Begun,

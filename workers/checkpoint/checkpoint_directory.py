@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from asyncflow.checkpoint_files import sync_tree
 from asyncflow.json_lines import sync
-from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints, sync_tree
+from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)

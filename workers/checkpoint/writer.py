@@ -28,10 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncflow.device import rng_states, set_rng_states
-from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
-from asyncflow.json_lines import DISK_FULL, sync
-from asyncflow.run_files import (
+from asyncflow.checkpoint_files import (
     CRITIC,
     DCP,
     HF,
@@ -43,6 +40,9 @@ from asyncflow.run_files import (
     describe,
     files_below,
 )
+from asyncflow.device import rng_states, set_rng_states
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from asyncflow.json_lines import DISK_FULL, sync
 from asyncflow.timeline import NoTimeline, Spans
 from workers.checkpoint.checkpoint_directory import CheckpointDirectory, beside
 from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards, own_shards, save_shards

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
-from asyncflow.run_files import content_hash
 from workers.calls.user_function import excerpt
 from workers.data.model_files import eos_token_ids, vocabulary_size
 from workers.data.tokenizer import ModelTokenizer

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, UserCodeFailed
-from asyncflow.run_files import content_hash
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee
 from workers.data.model_files import TOKENIZER_SETTINGS, load_raw_tokenizer, read_object

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
+from asyncflow.checkpoint_files import CRITIC
 from asyncflow.errors import CheckpointError
-from asyncflow.run_files import CRITIC
 from asyncflow.sealed_store import SealedStore
 
 # A store's wait has a deadline, but waiting for the other trainer has none here, so the wait is repeated. The launcher

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job, choose_interfaces, last_words
-from asyncflow.run_files import META_FILE, TIMELINE, CheckpointMeta
+from asyncflow.run_files import META_FILE, TIMELINE
 from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.meeting import Credentials

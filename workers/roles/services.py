@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from yaml import YAMLError
 
+from asyncflow.checkpoint_files import QUEUE
 from asyncflow.errors import ConfigError
-from asyncflow.run_files import FEED_FILE, QUEUE
+from asyncflow.run_files import FEED_FILE
 from tq.columns import Column
 from tq.control.controller import ControllerService
 from tq.service_process import serve_only

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from asyncflow.checkpoint_files import CRITIC, describe
 from asyncflow.errors import AsyncFlowError, CheckpointError, LastSaveFailed, UserCodeFailed, WeightSyncError, one_line
-from asyncflow.run_files import CONFIG_FILE, CRITIC, checkpoint_path, describe
+from asyncflow.run_files import CONFIG_FILE, checkpoint_path
 from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.checkpoint.checkpoint_directory import beside

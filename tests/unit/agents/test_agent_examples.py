@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, ScriptedSessions, completion, multiplying, serving
-from workers.agents.attempt import ChatRequest, Completion
+from workers.agents.turns import ChatRequest, Completion
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TASK = {"question": "What is 37 * 64?", "answer": "2368"}

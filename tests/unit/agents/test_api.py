@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.errors import UserCodeFailed, printable
 from workers.agents import Context, Model, Reply, api
-from workers.agents.attempt import ChatRequest
+from workers.agents.turns import ChatRequest
 from workers.rewards.base import metrics_of, reward_of
 
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "6*7?"}]

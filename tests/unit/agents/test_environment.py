@@ -12,7 +12,7 @@ from tests.support.chat_templates import tokenizer
 from tests.support.policies import Played, played
 from workers.agents import BudgetSpent, Environment, Reply, Task, tool
 from workers.agents.agent_checks import usable
-from workers.agents.rendering import Message
+from workers.agents.turns import Message
 from workers.agents.worker import load_rollout
 
 closed: list["Guess"] = []

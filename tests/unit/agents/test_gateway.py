@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, ScriptedSessions, completion, serving
-from workers.agents.attempt import ChatRequest, Completion
 from workers.agents.gateway import Gateway
+from workers.agents.turns import ChatRequest, Completion
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 RETRY = {"x-stainless-retry-count": "1"}

@@ -9,8 +9,8 @@ import anthropic
 import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
-from workers.agents.attempt import Completion
 from workers.agents.rollout_errors import ContextLengthExceeded
+from workers.agents.turns import Completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 MULTIPLY: Any = {"name": "multiply", "description": "a * b", "input_schema": SCHEMA}

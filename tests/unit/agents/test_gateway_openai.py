@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
-from workers.agents.attempt import ChatRequest, Completion
 from workers.agents.gateway.fields import warn_of_sampling
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.turns import ChatRequest, Completion
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

@@ -12,8 +12,9 @@ from launcher.checks.trial_rollout import check_rollout_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
-from workers.agents.rendering import TOOL, Message, TemplateRenderer, load_renderer, prove
+from workers.agents.rendering import TOOL, TemplateRenderer, load_renderer, prove
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import Message
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
 

@@ -8,10 +8,11 @@ import pytest
 
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
-from workers.agents.attempt import BudgetIsSpent, ChatRequest, Run
-from workers.agents.rendering import TOOL, Message, TemplateRenderer
+from workers.agents.attempt import BudgetIsSpent, Run
+from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.service import Service
+from workers.agents.turns import ChatRequest, Message
 from workers.agents.wire import Begin, Done, Drawn, Setup
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"

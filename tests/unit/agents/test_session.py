@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from tests.support.chat_templates import TEMPLATES, tokenizer
 from tests.support.conversations import FakeEngine, converse, count_changed
-from workers.agents.rendering import TOOL, Message, TemplateRenderer
+from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.session import DrawnTokens, Recorded, Session, call_seed
+from workers.agents.turns import Message
 
 ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]
 MORE: list[Message] = [{"role": "user", "content": "Sure?"}]

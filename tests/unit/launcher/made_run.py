@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncflow.run_files import CheckpointMeta, FileEntry, describe
+from asyncflow.checkpoint_files import CheckpointMeta, FileEntry, describe
 from launcher.verify.records import Prompts, Readers
 from tq.refill import Refill, RemovalCause
 from workers.admission.admission_state import AdmissionState

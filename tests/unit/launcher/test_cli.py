@@ -60,7 +60,7 @@ def refuse(tmp_path: Path, *arguments: object) -> str:
 
 
 def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) -> None:
-    from asyncflow.run_files import CheckpointMeta, describe
+    from asyncflow.checkpoint_files import CheckpointMeta, describe
 
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     (path / "dcp").mkdir(parents=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.checkpoint_files import CheckpointMeta, describe
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from asyncflow.run_files import CheckpointMeta, describe
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.request import Request

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import JsonLines
-from asyncflow.run_files import CheckpointMeta
 from launcher.config.load_config import load_config
 from launcher.verify.records import prompts_of, saved_groups, saved_updates
 from tq.backends.backend import MemoryBackend

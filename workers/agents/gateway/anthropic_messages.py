@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from workers.agents.attempt import ChatRequest
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.rendering import Message
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import ChatRequest, Message
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NAMES_ANSWERS = False

@@ -8,11 +8,10 @@ top_logprobs). `developer` is treated as `system`; system messages at the start 
 from collections.abc import Iterator
 from typing import Any
 
-from workers.agents.attempt import ChatRequest, Tool
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.rendering import Message
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import ChatRequest, Message, Tool
 
 NAMES_ANSWERS = False
 

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from workers.agents.attempt import ChatRequest, Completion
-from workers.agents.rendering import Message
+from workers.agents.turns import ChatRequest, Completion, Message
 
 Body = dict[str, Any]
 

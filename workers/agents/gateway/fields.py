@@ -13,8 +13,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from workers.agents.rendering import Message
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import Message
 from workers.settings.rollout import unusable_stop
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ import msgspec
 from aiohttp import web
 
 from asyncflow.decoding import UNREADABLE
-from workers.agents.attempt import ChatRequest, Sessions
 from workers.agents.gateway import anthropic_messages as messages
 from workers.agents.gateway import chat_completions, responses
 from workers.agents.gateway.dialect import Answer, Body, Dialect, Memory, event
 from workers.agents.gateway.fields import one_system_message
 from workers.agents.rollout_errors import AgentError, BadAgentRequest, SessionGone
+from workers.agents.turns import ChatRequest, Sessions
 
 # One session's turns at the gateway: which requests repeat an earlier one, and when a turn is cancelled.
 #

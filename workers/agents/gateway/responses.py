@@ -7,12 +7,11 @@ No reasoning items: reasoning stays in the session.
 
 from collections.abc import Iterator
 
-from workers.agents.attempt import ChatRequest
 from workers.agents.gateway.chat_completions import error
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.rendering import Message
 from workers.agents.rollout_errors import BadAgentRequest
+from workers.agents.turns import ChatRequest, Message
 
 __all__ = ["NAMES_ANSWERS", "error", "events", "read", "write"]
 

@@ -1,0 +1,128 @@
+"""A checkpoint's directory: its files with their checksums, and `meta.json`. Torch-free."""
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from asyncflow.errors import CheckpointError
+from asyncflow.json_lines import sync
+from asyncflow.run_files import META_FILE
+
+# checkpoints/step_000020/
+#     meta.json    what this checkpoint is, and the size and checksum of every other file (`CheckpointMeta`; last)
+#     config.yaml  the resolved configuration of the run that saved it
+#     dcp/         model and optimizer shards (torch.distributed.checkpoint)
+#     critic/      the same of the critic, where the algorithm has one
+#     rng/         random number generators, one file per rank
+#     reference/   the reference's weights, if they are neither the initial ones nor these
+#     hf/          Hugging Face export (safetensors), if configured; resuming does not need it
+#     queue/       finished samples that are not trained yet (`tq.snapshot`, with its own checksums); may be missing
+#
+# Actor ranks write it (`workers.checkpoint.writer`); the launcher verifies it before a run continues from it.
+
+DCP, CRITIC, RNG, HF, QUEUE, REFERENCE = "dcp", "critic", "rng", "hf", "queue", "reference"
+FORMAT = 1
+_READ_BYTES = 2**24
+_THREADS = 8
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """Size and checksum of a file; `xxh3` has 64 bits, as 16 hex digits."""
+
+    num_bytes: int
+    xxh3: str
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `meta.json`."""
+
+    # The last completed one. It is also the position in the ledger, whose lines up to it are durable; the two together
+    # determine the next prompts.
+    step: int
+    lineage: int  # of the run when it was saved; together with `step` the version of the weights
+    model_fingerprint: str  # of the model that the run started with
+    data_hash: str  # of the prompts' file when the run started
+    num_ranks: int  # of the actor
+    saved_at: float  # unix time (s)
+    files: dict[str, FileEntry]  # path in the checkpoint -> its size and checksum; without `meta.json` and `queue/`
+    # Of the model when the run started: name -> content (`workers.data.tokenizer.tokenizer_files`).
+    tokenizer_files: dict[str, str] = {}
+    format: int = FORMAT  # of this file
+
+    @staticmethod
+    def read(directory: Path) -> "CheckpointMeta":
+        """Read a checkpoint's `meta.json`.
+
+        Raises CheckpointError if it is missing or not what a complete save writes.
+        """
+        path = directory / META_FILE
+        try:
+            meta = msgspec.json.decode(path.read_bytes(), type=CheckpointMeta)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if meta.format != FORMAT:
+            raise CheckpointError(f"{path} has format {meta.format}, not {FORMAT}")
+        return meta
+
+    def write(self, directory: Path) -> None:
+        with (directory / META_FILE).open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def describe(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Return size and checksum of files, given by their paths in `directory`; several threads read them."""
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: _entry(directory / name), names), strict=True))
+
+
+def damages(directory: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
+    """Return what is wrong with files: path in `directory` -> a few words. Several threads read them."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(lambda name: _damage(directory / name, files[name]), files)
+        return {name: damage for name, damage in zip(files, found, strict=True) if damage}
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def content_hash(path: Path) -> str:
+    """Return the xxh3-64 of a file as 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+    return str(digest.hexdigest())
+
+
+def sync_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(path.stat().st_size, content_hash(path))
+
+
+def _damage(path: Path, entry: FileEntry) -> str:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.num_bytes:
+            return f"has {num_bytes} bytes, not {entry.num_bytes}"
+        found = content_hash(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "" if found == entry.xxh3 else f"was changed (checksum {found}, not {entry.xxh3})"
