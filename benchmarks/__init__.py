@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 
 
 def need(package: str) -> None:
@@ -9,3 +10,16 @@ def need(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         print(f"{sys.argv[0]} needs {package}: pip install {package}", file=sys.stderr)
         sys.exit(2)
+
+
+def say(text: str) -> None:
+    """Print progress; standard output is for figures."""
+    print(text, file=sys.stderr, flush=True)
+
+
+_BEGAN = time.monotonic()
+
+
+def say_when(text: str) -> None:
+    """Print progress with the seconds since the benchmark began."""
+    say(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
-from benchmarks import need
+from benchmarks import need, say
 from benchmarks.json_option import add_json_option, report
 
 need("psutil")
@@ -36,13 +36,9 @@ def main() -> int:
     for name in options.only:
         if not chosen_faults([name]):
             parser.error(f"--only: there is no fault {name!r}; see --list")
-    found = inject_faults(options.seed, only=options.only, keep=options.keep, say=_say)
+    found = inject_faults(options.seed, only=options.only, keep=options.keep, say=say)
     report(options.json, found, str({name: value for name, value in found.items() if name != "each"}))
     return 0 if found["faults_recovered"] + found["faults_named"] == found["faults"] else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Settings of the queue and of the schedule that its admission enforces."""
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from tq.policies import load_policy, resolve_policy
-
-if TYPE_CHECKING:
-    from tq.policies import TaskSpec
-
+from tq.policies import TaskSpec, load_policy, resolve_policy
 
 # Settings of the place where storage units keep values. No torch here.
 
@@ -155,9 +151,7 @@ class TaskConfig(Settings):
     policy: str | None = None
     """A name of `tq.policies.POLICIES` or `module:Class`. None: fifo, or the queue's if the task keeps its leases."""
 
-    def spec(self, queue: QueueConfig) -> "TaskSpec":
-        from tq.policies import TaskSpec
-
+    def spec(self, queue: QueueConfig) -> TaskSpec:
         deliveries = 0 if self.keeps_leases else queue.max_deliveries
         policy = queue.policy if self.keeps_leases else "fifo"
         return TaskSpec(

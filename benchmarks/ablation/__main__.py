@@ -27,7 +27,6 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks import say_when
 from benchmarks.json_option import add_json_option, report
 
 _FIRES = (
@@ -47,7 +47,6 @@ _FIRES = (
 )
 _FIRE_SAMPLES = 20_000
 _FACTORS = (1, 2, 4, 8, 16)
-_BEGAN = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def schedules(given: Given) -> dict[str, float]:
             figures["staleness_samples"] += len(ran.staleness)
             figures["staleness_violations"] += sum(not 0 <= each <= bound for each in ran.staleness)
             mean = means.setdefault(schedule, {})[name] = statistics.fmean(ran.staleness)
-            _say(
+            say_when(
                 f"{name} {schedule}: {measured_s:.2f} s a step, ideal {ideal_s:.2f} s ({ideal_s / measured_s:.3f}), "
                 f"{sequential_s / measured_s:.2f}x, mean staleness {mean:.2f}"
             )
@@ -113,7 +112,7 @@ def idle(given: Given) -> dict[str, float]:
         "idle_account_sum": max(sums, key=lambda total: abs(total - 1)),
         "timeline_overhead": ran.timeline.overhead(measure_span_cost()),
     }
-    _say(f"w4 async: actor idle {figures['actor_idle_w4']:.3f}, recording {figures['timeline_overhead']:.4f}")
+    say_when(f"w4 async: actor idle {figures['actor_idle_w4']:.3f}, recording {figures['timeline_overhead']:.4f}")
     return figures
 
 
@@ -127,7 +126,7 @@ def scaling(given: Given) -> dict[str, float]:
         workload = UNIT.times(factor)
         ran = launch(workload, "async2", given.directory / f"scaling-{factor}", steps=given.steps, seed=0)
         rates[factor] = workload.samples / ran.step_s(given.skip)
-        _say(f"scaling {factor}x: {ran.step_s(given.skip):.2f} s a step, {rates[factor]:.1f} samples/s")
+        say_when(f"scaling {factor}x: {ran.step_s(given.skip):.2f} s a step, {rates[factor]:.1f} samples/s")
     first = given.factors[0]
     return {f"scaling_{factor}x": rate * first / rates[first] / factor for factor, rate in rates.items()}
 
@@ -143,7 +142,7 @@ def staleness(given: Given) -> dict[str, float]:
     ]
     kills, resumes = sum(run.kills for run in runs), sum(run.resumes for run in runs)
     wrong = sum(run.missing + run.twice for run in runs)
-    _say(f"{kills} kills, {resumes} resumes; samples missing or trained twice: {wrong}")
+    say_when(f"{kills} kills, {resumes} resumes; samples missing or trained twice: {wrong}")
     return {
         "staleness_samples": sum(run.samples for run in runs),
         "staleness_violations": sum(run.violations for run in runs) + wrong,
@@ -160,10 +159,6 @@ def periodic(given: Given) -> dict[str, float]:
 PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
     each.__name__: each for each in (periodic, staleness, idle, scaling, schedules)
 }
-
-
-def _say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

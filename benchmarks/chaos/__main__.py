@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
-from benchmarks import need
+from benchmarks import need, say_when
 from benchmarks.json_option import add_json_option, report
 
 PARTS = ("kills", "rollout", "actor", "determinism", "elastic", "faults", "slurm")
@@ -92,17 +92,12 @@ def main() -> int:
     need("psutil")
     from benchmarks.chaos.options import Options
 
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
-
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     kept = nullcontext(given.keep) if given.keep else tempfile.TemporaryDirectory(prefix="chaos-")
     with kept as directory:
         kills = given.kills or (8 if given.short else 50)
-        options = Options(given.short, given.seed, kills, Path(directory).resolve(), say)
+        options = Options(given.short, given.seed, kills, Path(directory).resolve(), say_when)
         figures, details, problems = measure([part for part in PARTS if part in given.only], options)
     details["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
     values = {**{key: figures.get(key) for key in KEYS}, "problems": problems, "details": details}

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks import say
 from benchmarks.json_option import add_json_option, report
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def sim(given: Given) -> dict[str, float]:
     for number in range(given.runs):
         values = draw(given.seed, number, steps=given.steps)
         predicted = predicted_s(values, skip=_SKIP)
-        _say(f"sim {number}: {values['schedule']['mode']}, {values['roles']}: predicted {predicted:.3f} s")
+        say(f"sim {number}: {values['schedule']['mode']}, {values['roles']}: predicted {predicted:.3f} s")
         measured = run(values, given.directory / f"sim-{number}").step_s(_SKIP)
         errors.append(abs(predicted / measured - 1))
-        _say(f"sim {number}: measured {measured:.3f} s, error {predicted / measured - 1:+.3f}")
+        say(f"sim {number}: measured {measured:.3f} s, error {predicted / measured - 1:+.3f}")
     return {"sim_error_median": statistics.median(errors), "sim_error_max": max(errors)}
 
 
@@ -78,9 +79,9 @@ def real(given: Given) -> dict[str, float]:
     from benchmarks.planner.real import predict_and_run, recipes
 
     errors = {}
-    for name, settings in recipes(given.directory, _say).items():
+    for name, settings in recipes(given.directory, say).items():
         where = given.directory / f"real-{name}"
-        errors[name] = predict_and_run(name, settings, where, steps=given.steps, skip=_SKIP, say=_say)
+        errors[name] = predict_and_run(name, settings, where, steps=given.steps, skip=_SKIP, say=say)
     told = {f"real_error_{name.removesuffix('-arithmetic-cpu')}": error for name, error in errors.items()}
     return {**told, "real_error_max": max(map(abs, errors.values()))}
 
@@ -98,7 +99,7 @@ def choice(given: Given) -> dict[str, float]:
     config = RunConfig.model_validate(with_data(values))
     plan = open_planner(config, devices=_DEVICES, device=None).plans()[0]
     planned = _split(plan.config.roles)
-    _say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
+    say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
     actors = [number for number in range(1, _DEVICES - 1) if _divides(config, number)]
     every = [(_DEVICES - a - r, a, r) for a in actors for r in range(_DEVICES - a)]
     near = [each for each in every if 0 < sum(abs(one - other) for one, other in zip(each, planned, strict=True)) <= 2]
@@ -112,7 +113,7 @@ def choice(given: Given) -> dict[str, float]:
             roles = {role: number for role, number in zip(("rollout", "actor", "ref"), split, strict=True) if number}
             step_s = run(values | {"roles": roles}, given.directory / f"choice-{turn}-{split}").step_s(_SKIP)
             steps_s.setdefault(split, []).append(step_s)
-            _say(f"choice: {roles}: {step_s:.3f} s")
+            say(f"choice: {roles}: {step_s:.3f} s")
     again = {split: statistics.fmean(each[1:]) for split, each in steps_s.items() if len(each) > 1}
     return {"choice_gap": 1 - min(again.values()) / again[planned]}
 
@@ -137,7 +138,7 @@ def speed(given: Given) -> dict[str, float]:
         plans = planner.plans()
         planner.one_more(plans[0])
         figures[f"plan_{devices}_s"] = time.process_time() - began
-        _say(f"speed: {devices} devices: {plans[0].roles_text}, {plans[0].step_s:.1f} s a step")
+        say(f"speed: {devices} devices: {plans[0].roles_text}, {plans[0].step_s:.1f} s a step")
     return figures
 
 
@@ -148,7 +149,7 @@ def papers(given: Given) -> dict[str, float]:
     sizes_32b = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
     heads_32b = {"num_attention_heads": 40, "num_key_value_heads": 8}
     models = {"7B": _QWEN_7B, "32B": _QWEN_7B | sizes_32b | heads_32b}
-    return predict(models, given.sizes, given.directory, _say)
+    return predict(models, given.sizes, given.directory, say)
 
 
 def scale(given: Given) -> dict[str, float]:
@@ -178,10 +179,6 @@ def _divides(config: "RunConfig", actors: int) -> bool:
 
 def _split(roles: dict[str, int]) -> tuple[int, int, int]:
     return roles["rollout"], roles["actor"], roles.get("ref", 0)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks import say_when
 from benchmarks.json_option import add_json_option, report, write_json
 from benchmarks.transferqueue.part import Result, Settings
 
@@ -116,17 +117,13 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="how often to kill")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything works")
     options = parser.parse_args()
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def save(result: Result) -> None:
         write_json(options.json, values(result))  # parts take long: what is measured stays
 
     with tempfile.TemporaryDirectory(prefix="transferqueue-") as temporary:
         faults = min(options.faults, 20) if options.quick else options.faults
-        settings = Settings(options.quick, options.peer_python, faults, Path(temporary), say, options.before)
+        settings = Settings(options.quick, options.peer_python, faults, Path(temporary), say_when, options.before)
         result = measure([name for name in PARTS if name in options.only], settings, save)
     report(options.json, values(result), table(result.figures))
     return 1 if any(result.figures.get(name) for name in FATAL) else 0

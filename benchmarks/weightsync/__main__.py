@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks import say_when
 from benchmarks.json_option import add_json_option, report
 
 PARTS = {
@@ -109,14 +110,9 @@ def main() -> int:
     given = parser.parse_args()
     from benchmarks.weightsync.options import Options
 
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
-
     with tempfile.TemporaryDirectory(prefix="weightsync-") as temporary:
         options = Options(
-            given.model_bytes, given.bucket_bytes, given.long, given.kills, given.trace, Path(temporary), say
+            given.model_bytes, given.bucket_bytes, given.long, given.kills, given.trace, Path(temporary), say_when
         )
         figures, details = measure(given.only, options)
     details["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import ConfigError, size_text
-from asyncflow.job import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
 from launcher.checks.placement import find_devices
 from launcher.doctor.findings import Finding, Needs, reason
@@ -204,7 +204,6 @@ def _gloo_error(interface: str) -> str:
 
 def _error_of(devices: "list[torch.device]") -> str:
     """Let one thread per device meet the others and add. Return the first error; empty: it worked."""
-    from asyncflow.job import LOOPBACK
     from asyncflow.sealed_store import connect_store, serve_store
 
     try:

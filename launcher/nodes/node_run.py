@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 #
 # It decides nothing. However it ends (by an order, or because node 0 is lost), it leaves no process behind.
 
-LOOK_S = 0.25
+_LOOK_S = 0.25
 """How often it checks that node 0 is there, and whether the job that an order refers to is visible (s)."""
 KILL_TIMEOUT_S = 5.0
 SIGHT_TIMEOUT_S = 60.0
@@ -111,7 +111,7 @@ class NodeFollower:
         try:
             while True:
                 try:
-                    end = self._take(self._inbox.get(timeout=LOOK_S))
+                    end = self._take(self._inbox.get(timeout=_LOOK_S))
                 except Empty:
                     end = self._look()
                 if end is not None:
@@ -181,7 +181,6 @@ class NodeFollower:
 COMPLAINT_TIMEOUT_S = 60.0
 """How long a node that cannot take part tries to tell node 0, which may have ended with the same complaint (s)."""
 _CLOSE_TIMEOUT_S = 2.0
-_LOOK_S = 0.25
 
 Join = Callable[[Job, threading.Event], "HeadLink | Refuse | FinishRun"]
 

@@ -318,7 +318,7 @@ class _Proof:
         changed = _each(self._samples)[-1]
         tokens_T = changed.tokens_T.clone()
         tokens_T[-2:] = _FIRST_TOKEN
-        before = slice(0, int(changed.response_mask_T.sum()) - 2)
+        before = slice(0, changed.num_drawn - 2)
         with torch.no_grad():
             first, second = (
                 response_log_probs(model, PackedInputs.of(batch, _CPU), 1.0)[0][before]

@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from asyncflow.device import group_backends
 from asyncflow.errors import ConfigError, DeadlineExceeded, LeaseFenced
@@ -44,7 +43,7 @@ from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load_engine import load_frozen_model, load_generate_engine, load_train_engine
 from workers.outside.run_client import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
-from workers.rows.packed_rows import drawn_per_row, micro_batches, responses_of, samples_of, sequences_of
+from workers.rows.packed_rows import drawn_column, micro_batches, responses_of, samples_of, sequences_of
 from workers.settings.dataflow import ACTOR_TRAIN, place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, prompt_columns
@@ -240,13 +239,12 @@ class LocalEngines:
     def _with_columns(self, batch: PackedBatch) -> PackedBatch:
         """Add the columns that a run's actor would compute before it trains."""
 
-        def column(log_probs_A: Tensor) -> Column:
-            return Column(log_probs_A.cpu(), drawn_per_row(batch))
-
+        sequences = sequences_of(batch)
         if self._reference is not None:
-            batch = batch.with_columns({"ref_log_probs": column(self._reference.log_probs(sequences_of(batch)))})
+            log_probs_A = self._reference.log_probs(sequences)
+            batch = batch.with_columns({"ref_log_probs": drawn_column(log_probs_A, batch)})
         if "actor_log_probs" in self._tasks[ACTOR_TRAIN].fused:
-            batch = batch.with_columns({"old_log_probs": column(self.trainer.log_probs(sequences_of(batch)))})
+            batch = batch.with_columns({"old_log_probs": drawn_column(self.trainer.log_probs(sequences), batch)})
         group_size = self.config.schedule.n_samples_per_prompt
         return batch.with_columns(self._algorithm.advantages(batch, group_size=group_size))
 

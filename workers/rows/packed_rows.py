@@ -36,6 +36,10 @@ class Sequences:
     lengths_N: Tensor  # int32 [N], tokens of each sample
     response_mask_T: Tensor  # uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
 
+    @property
+    def num_drawn(self) -> int:
+        return int(self.response_mask_T.sum())
+
     @cached_property
     def prompt_lengths(self) -> Tensor:
         """int32 [N]: the number of tokens before the first drawn one; all tokens of a sample without any."""
@@ -68,6 +72,11 @@ def sample_columns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> di
 def drawn_per_row(batch: PackedBatch) -> Tensor:
     """Return int32 [N]: the drawn tokens of each row; `batch`: column `response_mask`."""
     return _ones(batch["response_mask"].values, batch["response_mask"].lengths)
+
+
+def drawn_column(values_A: Tensor, batch: PackedBatch) -> Column:
+    """Return a column with a value per drawn token, [A] on any device; `batch`: column `response_mask`."""
+    return Column(values_A.cpu(), drawn_per_row(batch))
 
 
 def drawn_per_sample(batch: PackedBatch) -> Tensor:

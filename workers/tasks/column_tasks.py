@@ -25,7 +25,7 @@ from workers.rank.context import WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
-from workers.rows.packed_rows import Sequences, drawn_per_row, responses_of, sequences_of
+from workers.rows.packed_rows import Sequences, drawn_column, responses_of, sequences_of
 from workers.settings.dataflow import TASKS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
@@ -127,7 +127,7 @@ class ReferenceLogProbs(ColumnTask):
         """Return `ref_log_probs`, float32 per drawn token."""
         held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
-        return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
+        return {"ref_log_probs": drawn_column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     @property
     def version(self) -> int | None:
@@ -165,7 +165,7 @@ class HostedColumn(ColumnTask):
         if not len(batch):
             self._compute(None)
             return {}
-        return {self._name: _column(self._compute(sequences_of(batch)), batch)}
+        return {self._name: drawn_column(self._compute(sequences_of(batch)), batch)}
 
     def close(self) -> None:
         """Do nothing: the trainer owns the engine."""
@@ -198,7 +198,7 @@ class FollowerLogProbs(ColumnTask):
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `old_log_probs`, float32 per drawn token."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
-        return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
+        return {"old_log_probs": drawn_column(self._model.log_probs(sequences_of(batch)), batch)}
 
     def take_weights(self, step: int) -> None:
         """Wait for weights of `step` or later and compute with them from now on. All ranks that share the model end
@@ -235,10 +235,6 @@ class Advantages(ColumnTask):
 def cut_of(config: RunConfig, training: TrainingConfig) -> TrainingConfig | None:
     """Return how to cut a model's forward passes: by tokens if rows may have several samples, otherwise None."""
     return training if config.rollout.is_own and training.max_tokens_per_micro_batch else None
-
-
-def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
-    return Column(log_probs_A.cpu(), drawn_per_row(batch))
 
 
 def _combined(scored: ScoredResponse, model_score: float, config: RewardModelConfig) -> ScoredResponse:

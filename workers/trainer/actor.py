@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ class Actor:
         self._failed_rollouts = FailedShare(config.rollout.max_failed_share)
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
-        self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
+        self._channel = _open_channel(context) if context.rank == 0 and context.job.of_role("critic") else None
         # The saving thread needs a store client of its own.
-        self._save_channel = None if self._channel is None else self._open_channel()
+        self._save_channel = None if self._channel is None else _open_channel(context)
         place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
         peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
         self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
@@ -284,9 +285,6 @@ class Actor:
             saved=saved,
         )
 
-    def _open_channel(self) -> ActorCriticChannel:
-        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
-
     def _send(self, message: Message) -> None:
         if self._channel is not None:
             self._channel.send(message)
@@ -345,9 +343,13 @@ class Critic:
         task = task_of("critic", config, context.job)
         engine = load_value_engine(config, device=context.device)
         self._outputs = task.outputs
-        self._channel = self._open_channel()
+        self._channel = _open_channel(context)
         self._saver = CriticSaver(
-            engine, self._open_channel, context.run_dir, device=context.device, timeout_s=config.checkpoint.timeout_s
+            engine,
+            partial(_open_channel, context),
+            context.run_dir,
+            device=context.device,
+            timeout_s=config.checkpoint.timeout_s,
         )
         if context.job.resume_from:
             self._saver.restore(Path(context.job.resume_from))
@@ -426,9 +428,6 @@ class Critic:
             case Kind.END:
                 self._over = True
         return None
-
-    def _open_channel(self) -> ActorCriticChannel:
-        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
 
 
 class CriticSaver:
@@ -528,3 +527,7 @@ class CriticSaver:
         save_shards(state, work / CRITIC, group=self._group)
         own = describe(work, own_shards(work, CRITIC, dist.get_rank()))
         return {name: (entry.num_bytes, entry.xxh3) for name, entry in own.items()}
+
+
+def _open_channel(context: WorkerContext) -> ActorCriticChannel:
+    return ActorCriticChannel(context.sealed_store(), lineage=context.job.lineage)

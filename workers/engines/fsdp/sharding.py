@@ -448,11 +448,7 @@ class FsdpFrozenModel(_Scorer):
         """Return float32 [A]: each rank computes some of the samples, and all get the results of all.
         Raises BadRequest, see `check_sequences`; before any collective."""
         check_sequences(batch, vocab_size=self._vocab_size)
-        return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=_num_drawn)
-
-
-def _num_drawn(batch: Sequences) -> int:
-    return int(batch.response_mask_T.sum())
+        return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=lambda part: part.num_drawn)
 
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"  # transformers' name for the head of a reward model or critic

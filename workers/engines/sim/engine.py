@@ -230,7 +230,7 @@ class SimTrainEngine:
         """Compute the real loss, and sleep for the rest of the simulated time."""
         if batch is None:
             return
-        began, num_tokens = time.monotonic(), _drawn_tokens(batch)
+        began, num_tokens = time.monotonic(), batch.num_drawn
         log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
         loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
@@ -271,12 +271,8 @@ class SimTrainEngine:
             shard.values.fill_(float(self._step) + number / 16)
 
 
-def _drawn_tokens(batch: Sequences) -> int:
-    return int(batch.response_mask_T.sum())
-
-
 def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
-    num_tokens = _drawn_tokens(batch)
+    num_tokens = batch.num_drawn
     time.sleep(s_per_token * num_tokens)
     return torch.full((num_tokens,), -1.0)
 
