@@ -8,7 +8,12 @@ before a start finds it, where the door has one. Where a failure costs what it i
 and ends by name if it is not; where training depends on it, the run ends by name.
 """
 
-from collections.abc import Mapping
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
@@ -54,7 +59,7 @@ class Door:
         says: in the last line of a run that ends.
         code: of a run whose door fails from the first call on: 2: its trial call finds it.
         recipe: of the run.
-        program: the source is a program's.
+        serves: the source is a server's, which runs beside; `PORT` in the settings becomes its port.
         ways: more settings for some ways.
     """
 
@@ -67,7 +72,7 @@ class Door:
     says: str = ""
     code: int = 1
     recipe: str = "quickstart"
-    program: bool = False
+    serves: bool = False
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def inject(self, lab: Lab, way: str) -> Seen:
@@ -83,6 +88,14 @@ class Door:
         now = lab.directory / "now"
         if way == "raises_at_once":
             now.touch()
+        if self.serves:
+            with _serving(lab) as port:
+                return self._run(lab, way, json.loads(json.dumps(own).replace("PORT", str(port))))
+        return self._run(lab, way, own)
+
+    def _run(self, lab: Lab, way: str, own: Mapping[str, Any]) -> Seen:
+        now = lab.directory / "now"
+        if now.exists():
             with lab.run(steps=_STEPS, settings=own, recipe=self.recipe) as run:
                 if way in self.survives:
                     return went_on(run, steps=_STEPS, within_s=2 * _SLOW_S)
@@ -107,6 +120,21 @@ class Door:
         inject.__name__ = f"{self.name}_{way}"
         inject.__doc__ = f"A {self.name.replace('_', ' ')} {_WAYS[way][0]}: {ends}."
         return Fault(Outcome.RECOVERED if way in self.survives else Outcome.NAMED, inject)
+
+
+@contextmanager
+def _serving(lab: Lab) -> Iterator[int]:
+    """Run the module as a server; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    command = [sys.executable, "door.py", str(port)]
+    with subprocess.Popen(command, cwd=lab.directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        server.stdout.readline()  # it listens
+        try:
+            yield port
+        finally:
+            server.kill()
 
 
 _SURVIVES_ROLLOUT = frozenset({"floods", "raises_for_half"})
@@ -152,6 +180,33 @@ class Engine(HfEngine):
         {deed}
         return super().step(wake)
 """
+_SERVES = """\
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+def answer(asked):
+    {deed}
+    return ANSWER
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            status, body = 200, json.dumps(answer(asked)).encode()
+        except ValueError as error:
+            status, body = 500, str(error).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("listens", flush=True)
+sys.stdout = open(os.devnull, "w")
+server.serve_forever()
+"""
 DOORS: tuple[Door, ...] = (
     Door(
         "rollout_function",
@@ -168,7 +223,7 @@ DOORS: tuple[Door, ...] = (
         "    def reset(self, task):\n        return task['prompt']\n"
         "    def step(self, reply):\n        {deed}\n        return '', random.random(), True",
         {**_ROLLOUTS, "rollout.function": "door:Game"},
-        wrong="('', 0.0, True, False, {{}})".replace("{{}}", "{}"), survives=_SURVIVES_ROLLOUT | {"hangs"},
+        wrong="('', 0.0, True, False, {})", survives=_SURVIVES_ROLLOUT | {"hangs"},
         says="rollout.function: door:Game", code=2, recipe="quickstart-tools", ways=_OF_ROLLOUTS,
     ),
     Door(
@@ -273,6 +328,41 @@ DOORS: tuple[Door, ...] = (
         "        pass\n    def log(self, step, metrics):\n        {deed}\n",
         {"loggers": [{"name": "door:Own"}]},
         survives=frozenset(_WAYS),
+    ),
+    Door(
+        "remote_scorer", _SERVES.replace("ANSWER", "{'scores': [random.random() for _ in asked['samples']]}"),
+        {"reward.function": "http://127.0.0.1:PORT/score", "reward.timeout_s": 1, "reward.retries": 0},
+        wrong="{'scores': []}", says="reward.function: http", serves=True, code=2,
+        ways=_OF_REWARDS,
+    ),
+    Door(
+        "notified_engine", _SERVES.replace("ANSWER", "{}"),
+        {"weightsync.export.notify": [{"url": "http://127.0.0.1:PORT/update", "timeout_s": 1}],
+         "rollout.engine": "hf", "actor.engine": "fsdp"},
+        wrong="7", survives=frozenset(_WAYS), serves=True,
+    ),
+    Door(
+        "queue_policy",
+        "from tq.policies import Fifo\n\nclass Own:\n    def pick(self, ready, want):\n        {deed}\n"
+        "        return Fifo().pick(ready, want)\n"
+        "    def assign(self, items, assigned):\n        return Fifo().assign(items, assigned)",
+        {"tq.policy": "door:Own", **_NEVER, **_STUCK},
+        wrong="7", says="",
+    ),
+    Door(
+        "storage_backend",
+        "from tq.backends.backend import MemoryBackend\n\nclass Own(MemoryBackend):\n"
+        "    def load(self, key, num_bytes):\n        {deed}\n        return super().load(key, num_bytes)\n"
+        "    def store(self, key, payload):\n        {deed}\n        super().store(key, payload)",
+        {"tq.backend": {"kind": "door:Own"}, **_NEVER, **_STUCK},
+        wrong="7", says="",
+    ),
+    Door(
+        "renderer",
+        "from configs.quickstart_tools.renderer import CalculatorRenderer\n\nclass Own(CalculatorRenderer):\n"
+        "    def render(self, messages, tools=None):\n        {deed}\n        return super().render(messages, tools)",
+        {**_ROLLOUTS, "model.renderer": "door:Own"},
+        wrong="7", survives=_SURVIVES_ROLLOUT, says="", recipe="quickstart-tools", ways=_OF_ROLLOUTS, code=2,
     ),
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for door in DOORS for fault in door.faults())
