@@ -178,8 +178,8 @@ def _use_to_device(to_device: Any) -> None:
     import workers.trainer.tri_model
 
     for module in (
-        workers.algorithms.algorithm, workers.algorithms.algorithm, workers.engines.packed_forward,
-        workers.records.log_prob_gap, workers.trainer.tri_model,
+        workers.algorithms.algorithm, workers.engines.packed_forward, workers.records.log_prob_gap,
+        workers.trainer.tri_model,
     ):  # fmt: skip
         assert module.to_device is asyncflow.device.to_device
         module.to_device = to_device

@@ -56,7 +56,7 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     check_rows(path)
     path.write_bytes(path.read_bytes()[:-9])
-    assert refusal(path).startswith(f"data.path: {path} is not a whole Parquet file: Arrow")
+    assert refusal(path).startswith(f"data.path: {path} is not a complete Parquet file: Arrow")
 
 
 @pytest.mark.parametrize(
