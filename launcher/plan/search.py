@@ -151,7 +151,7 @@ def with_changes(section: SettingsT, changes: Changes) -> SettingsT:
 
 def with_ranks(config: RunConfig, roles: Mapping[str, int]) -> RunConfig | None:
     """Return the run with other numbers of ranks of these roles; None: its batch does not divide over them."""
-    config = with_changes(config, {"roles": config.roles | roles})
+    config = with_changes(config, {"roles": {**config.roles, **roles}})
     try:
         check_batch_sizes(config)
     except ConfigError:
