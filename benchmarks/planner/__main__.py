@@ -27,15 +27,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
 from benchmarks import say
 from benchmarks.json_option import add_json_option, report
-
-if TYPE_CHECKING:
-    from workers.settings.run import RunConfig
 
 _SKIP = 3
 _DEVICES = 14
@@ -90,6 +87,7 @@ def choice(given: Given) -> dict[str, float]:
     """Run random splits of the devices, the plan and its neighbours; the best three and the plan again, in turn."""
     from benchmarks.planner.drawn import draw, run, with_data
     from launcher.plan.plan_report import open_planner
+    from launcher.plan.search import with_ranks
     from workers.settings.run import RunConfig
 
     values = draw(given.seed, 0, steps=given.steps)
@@ -100,7 +98,7 @@ def choice(given: Given) -> dict[str, float]:
     plan = open_planner(config, devices=_DEVICES, device=None).plans()[0]
     planned = _split(plan.config.roles)
     say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
-    actors = [number for number in range(1, _DEVICES - 1) if _divides(config, number)]
+    actors = [number for number in range(1, _DEVICES - 1) if with_ranks(config, {"actor": number})]
     every = [(_DEVICES - a - r, a, r) for a in actors for r in range(_DEVICES - a)]
     near = [each for each in every if 0 < sum(abs(one - other) for one, other in zip(each, planned, strict=True)) <= 2]
     chosen = {*random.Random(given.seed).sample(every, min(given.splits, len(every))), *near, planned}
@@ -163,18 +161,6 @@ def scale(given: Given) -> dict[str, float]:
 PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
     each.__name__: each for each in (speed, papers, scale, sim, real, choice)
 }
-
-
-def _divides(config: "RunConfig", actors: int) -> bool:
-    """Whether a step divides over so many ranks of the actor, down to micro-batches."""
-    from asyncflow.errors import ConfigError
-    from launcher.checks.preflight import check_batch_sizes
-
-    try:
-        check_batch_sizes(config.model_copy(update={"roles": config.roles | {"actor": actors}}))
-    except ConfigError:
-        return False
-    return True
 
 
 def _split(roles: dict[str, int]) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from launcher.checks.preflight import check_batch_sizes
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.plan_report import open_planner
-from launcher.plan.search import Plan, Planner, batch_sizes
+from launcher.plan.search import Plan, Planner, batch_sizes, with_changes, with_ranks
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
@@ -86,35 +86,30 @@ def _config(directory: Path, model: Mapping[str, Any]) -> RunConfig:
     config = load_config(find_recipe(_RECIPE), overrides=[*changes, *lengths])
     if model["num_hidden_layers"] <= _LAYERS:
         return config
-    return config.model_copy(update={"ref": config.ref.model_copy(update={"engine": "fsdp", "shards": _SHARDS})})
+    return with_changes(config, {"ref.engine": "fsdp", "ref.shards": _SHARDS})
 
 
 def _with(config: RunConfig, mode: ScheduleMode, roles: Mapping[str, int] | None = None) -> RunConfig:
     overlapped = mode in (ScheduleMode.ASYNC, ScheduleMode.SUBSTEP)
-    schedule = config.schedule.model_copy(update={"mode": mode, "max_staleness": int(overlapped)})
-    return config.model_copy(update={"schedule": schedule, "roles": dict(roles or config.roles)})
+    schedule = {"schedule.mode": mode, "schedule.max_staleness": int(overlapped)}
+    return with_changes(config, {**schedule, "roles": dict(roles or config.roles)})
 
 
 def _colocated_s(planner: Planner, plan: Plan, devices: int) -> float | None:
     """Return a step's time where all devices do all tasks in turn, with this plan's layouts; None: no whole batches."""
     config = _with(_tri_model(plan.config), ScheduleMode.SYNC, {"rollout": devices, "actor": devices})
-    try:
-        check_batch_sizes(config)
-    except ConfigError:
-        return None
-    return _best_s(planner, config)
+    return _best_s(planner, config) if with_ranks(config, {}) else None
 
 
 def _best_s(planner: Planner, config: RunConfig) -> float:
     """Return a step's time with the best number of responses of an instance, as a plan has it."""
-    own = {"batch_size": planner.config.rollout.batch_size}
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
-    return min(replace(planner, config=each).step_s() for each, _ in batch_sizes(config))
+    config = with_changes(config, {"rollout.batch_size": planner.config.rollout.batch_size})
+    return min(replace(planner, config=with_changes(config, each)).step_s() for each in batch_sizes(config))
 
 
 def _tri_model(config: RunConfig) -> RunConfig:
     """Return it with a reference that is sharded as the policy is: all ranks of the actor score."""
-    return config.model_copy(update={"actor": config.actor.model_copy(update={"tri_model": True})})
+    return with_changes(config, {"actor.tri_model": True})
 
 
 def _ablation(planner: Planner, plan: Plan) -> dict[str, float]:
@@ -129,16 +124,15 @@ def _one_to_four(config: RunConfig) -> dict[str, float]:
     generating = _PERIODIC // 5
     planner = open_planner(config, devices=_PERIODIC, device=_DEVICE)
     fits: list[tuple[float, RunConfig]] = []
-    for layout, _ in planner.layouts():
-        changed = _with(
-            _tri_model(layout), ScheduleMode.PERIODIC, {"rollout": generating, "actor": _PERIODIC - generating}
-        )
+    roles = {"rollout": generating, "actor": _PERIODIC - generating}
+    for layout in planner.layouts():
+        divided = _with(with_changes(_tri_model(config), layout), ScheduleMode.PERIODIC, roles)
         try:
-            check_batch_sizes(changed)
-            planner.headroom_gb(changed)
+            check_batch_sizes(divided)
+            planner.headroom_gb(divided)
         except ConfigError:
             continue
-        fits.append((planner.bound_s(changed), changed))
+        fits.append((planner.bound_s(divided), divided))
     best = min(fits, key=lambda each: each[0])[1]
     periodic_s, sync_s = _best_s(planner, best), _best_s(planner, _with(best, ScheduleMode.SYNC))
     tokens = best.schedule.step_rows * planner.workload.mean_tokens

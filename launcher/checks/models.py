@@ -298,32 +298,30 @@ _BESIDE_VLLM = ("next version", "buckets")
 """Not part of the share that vLLM takes."""
 
 
-def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
+def device_memory(config: RunConfig, model: ModelSizes | None, limit_gb: float | None) -> dict[str, Parts]:
     """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
-    Empty if `launcher.device_memory_gb` is not set, or if the sizes of the model are not known.
+    Empty if the sizes of the model, or the memory of a device (GB), are not known.
     """
-    limit = config.launcher.device_memory_gb
-    model = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters) if limit else None
-    if model is None or limit is None:
+    if model is None or limit_gb is None:
         return {}
     roles = memory_of_roles(config, model)
     for role, parts in roles.items():
         is_vllm = _is_vllm(config, role)
         share = config.vllm.gpu_memory_utilization if is_vllm else 1.0
         inside = {name: size for name, size in parts.items() if not is_vllm or name not in _BESIDE_VLLM}
-        if sum(inside.values()) > share * limit * 1e9:
-            most = f"{limit:g} GB" if share == 1 else f"{share:g} of {limit:g} GB (vllm.gpu_memory_utilization)"
+        if sum(inside.values()) > share * limit_gb * 1e9:
+            most = f"{limit_gb:g} GB" if share == 1 else f"{share:g} of {limit_gb:g} GB (vllm.gpu_memory_utilization)"
             raise ConfigError(
                 f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(inside)}, more than the device's "
                 f"{most}; {_REMEDIES[role]}"
             )
         beside = {name: size for name, size in parts.items() if name not in inside}
-        if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit * 1e9:
+        if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit_gb * 1e9:
             raise ConfigError(
                 f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
-                f"{share:g} of the device's {limit:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path to "
-                f"staged"
+                f"{share:g} of the device's {limit_gb:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path "
+                f"to staged"
             )
     return roles
 

@@ -110,9 +110,11 @@ def place_gangs(
 
 def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
     """Return a role's gangs; `size` is the number of devices that one process drives."""
-    num_ranks, shared = config.roles[role], config.ranks_per_copy(role)
+    num_ranks = config.roles[role]
     if role in ONE_GANG:
         return [_gang(role, role, 0, num_ranks)]
+    # One process drives all ranks of an instance that generates; else each rank is a process.
+    shared = 1 if role in _GENERATE else config.ranks_per_copy(role)
     together = size * shared
     if num_ranks % together:
         what, key = ("copies", _copy_key(role)) if shared > 1 else ("instances", _INSTANCE_KEY)
@@ -123,6 +125,7 @@ def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
     return [_gang(f"{role}-{k}", role, k, shared, num_devices=together) for k in range(num_ranks // together)]
 
 
+_GENERATE = ("rollout", "evaluate")
 _INSTANCE_KEY = "vllm.tensor_parallel_size"
 
 

@@ -42,7 +42,7 @@ from workers.data.model_files import (
 from workers.data.prompt_rows import PromptRow, ShownPrompt, check_ends, check_prompts, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.device_memory import Parts
+from workers.engines.device_memory import ModelSizes, Parts
 from workers.rewards.group_filter import check_group_filter
 from workers.rewards.load_reward import check_reward
 from workers.roles.own_classes import check_policy
@@ -352,11 +352,12 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
     num_prompts, num_held_out, first_row, first_prompt = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
+    sizes = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters)
     model = config.reward.model
     return Preflight(
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
-        memory=device_memory(config, num_parameters),
+        memory=device_memory(config, sizes, config.launcher.device_memory_gb),
         notes=(
             *start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0))),
             *_ignored_files(config),

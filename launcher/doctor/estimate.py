@@ -14,9 +14,8 @@ from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
-from workers.engines.device_memory import DTYPE_BYTES
+from workers.engines.device_memory import DTYPE_BYTES, state_of_roles
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
-from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig
 
 _BASE_DESCRIPTORS = 40
@@ -31,11 +30,8 @@ _LAUNCHER_BYTES = 400 * 10**6
 _SERVICE_BYTES = 40 * 10**6
 _RANK_BYTES = 80 * 10**6
 _DEVICE_RANK_BYTES = 2 * 10**9
-_TRAINED_PARAMETER_BYTES = 16
 _SAVED_PARAMETER_BYTES = 13
 _TOKEN_BYTES = 24
-_HOLDERS = ("rollout", "ref", "actor_fwd", "evaluate")
-"""Roles whose ranks hold a copy of the model."""
 
 
 def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
@@ -159,15 +155,10 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """Return what takes host memory, in bytes. P: parameters; c, w: bytes per parameter in copies and on the wire.
 
         weight slots   num_slots x P x w              shared memory of the weight agent
-        training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW; a
-                                                      critic counts like another policy. `autocast: bfloat16` on one
-                                                      rank: 18 x P, see `Bfloat16Twin`
-        policy copies  4 x P (2 x P in bfloat16) per copy that `actor.tri_model` keeps, all ranks together, on the CPU
-        model copies   P x c per generating or evaluating instance and copy of the reference, on the CPU
+        actor, ...     all ranks of each role         on the CPU, see `state_of_roles`
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm mailboxes P x c per evaluating instance, shared memory; c of `vllm.dtype`
-        broadcasts     P x w per model copy on the CPU, else per instance of vLLM; only with `weightsync.path:
-                       broadcast`
+        broadcasts     P x w per instance of vLLM on devices; only with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in units and in flight
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
                        and per process of vLLM)
@@ -176,9 +167,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
-    copy = DTYPE_BYTES[config.model.dtype]
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-    holders = sum(1 for gang in gangs if gang.role in _HOLDERS)
     on_cpu = checked.devices.kind == "cpu"
     services = sum(1 for gang in gangs if gang.role in SERVICES)
     ranks = sum(gang.num_ranks for gang in gangs) - services
@@ -188,31 +177,16 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
-        "training": _training_bytes(config) * parameters if on_cpu else 0,
-        "policy copies": config.num_policy_copies * parameters * DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
-        "model copies": holders * parameters * copy if on_cpu else 0,
+        **(state_of_roles(config, parameters) if on_cpu else {}),
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm mailboxes": sum(gang.role == "evaluate" for gang in instances) * parameters * posted,
-        "broadcasts": (holders if on_cpu else len(instances)) * parameters * wire
-        if config.weightsync.path == "broadcast"
-        else 0,
+        "broadcasts": len(instances) * parameters * wire if config.weightsync.path == "broadcast" and not on_cpu else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES
         + services * _SERVICE_BYTES
         + (ranks - on_device) * _RANK_BYTES
         + (on_device + of_vllm) * _DEVICE_RANK_BYTES,
     }
-
-
-def _training_bytes(config: RunConfig) -> int:
-    """Return the bytes per parameter of all trained models together."""
-    actors = config.roles["actor"]
-    trained: list[tuple[TrainingConfig, int]] = [(config.actor, actors)]
-    if config.algorithm.has_critic:
-        trained.append((config.critic, config.roles.get("critic", actors)))
-    # With bfloat16 autocast, a single rank keeps a second copy of the weights (`Bfloat16Twin`).
-    twins = sum(1 for training, ranks in trained if training.autocast == "bfloat16" and ranks == 1)
-    return len(trained) * _TRAINED_PARAMETER_BYTES + twins * DTYPE_BYTES["bfloat16"]
 
 
 def queue_bytes(config: RunConfig) -> int:

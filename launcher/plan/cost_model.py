@@ -18,11 +18,10 @@ assumptions.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -31,8 +30,8 @@ from asyncflow.settings import Settings
 from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
-from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users
-from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
+from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
+from workers.engines.device_memory import DTYPE_BYTES, ModelSizes, vllm_memory
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import MegatronConfig
 from workers.settings.run import RunConfig
@@ -131,17 +130,6 @@ def _catalogue() -> list[Path]:
     return sorted((PACKAGED / "devices").glob("*.yaml"))
 
 
-def parameters_of(config: Mapping[str, Any]) -> int:
-    """Return the parameters of a Llama-like decoder from config.json; 0: it states other sizes."""
-    sizes = ModelSizes.of(config, 0)
-    if sizes is None:
-        return 0
-    width = sizes.hidden_size
-    attention = 2 * width * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
-    layer = attention + 3 * width * sizes.ffn_size + 2 * width
-    return sizes.num_layers * layer + width + sizes.embedding_parameters * (1 if sizes.tied else 2)
-
-
 @dataclass(frozen=True)
 class Workload:
     """Average tokens of a run's rows; `mean_square` is the mean of the squared response lengths."""
@@ -150,6 +138,13 @@ class Workload:
     mean_tokens: float
     mean_square: float
     turns: Turns
+
+    @staticmethod
+    def of(tokens: Callable[[int], int], step_rows: int, prompt_tokens: int, turns: Turns) -> "Workload":
+        """Average the first eight steps' rows, at most 4096; `tokens` maps a row to the length of its response."""
+        drawn = [tokens(row) for row in range(min(4096, 8 * step_rows))]
+        square = sum(number * number for number in drawn) / len(drawn)
+        return Workload(prompt_tokens, sum(drawn) / len(drawn), square, turns)
 
 
 @dataclass(frozen=True)
@@ -172,15 +167,6 @@ class _Shared:
         return self.ranks * (1 - self.bubble)
 
 
-def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
-    """Return how many ranks can compute side by side at full speed on a machine that they share; 0: no sharing."""
-    # A profile knows the cores of the measured machine; without one, the catalogue's count.
-    cores = device.shared_by
-    if cores and profile is not None:
-        cores = int(profile.device["cores"])
-    return max(1.0, cores / config.launcher.threads_per_worker) if cores else 0.0
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Durations of one configuration on one kind of device."""
@@ -194,9 +180,18 @@ class CostModel:
     reward_model: ModelSizes | None = None
     """Sizes of the model in the role `reward`, if there is one; its durations are always estimated."""
 
+    @property
+    def at_full_speed(self) -> float:
+        """How many ranks can compute side by side at full speed on a machine that they share; 0: no sharing."""
+        # A profile knows the cores of the measured machine; without one, the catalogue's count.
+        cores = self.device.shared_by
+        if cores and self.profile is not None:
+            cores = int(self.profile.device["cores"])
+        return max(1.0, cores / self.config.launcher.threads_per_worker) if cores else 0.0
+
     def times(self) -> Times:
         config, number = self.config, self._rollout_number
-        tensor = rollout_ranks(config)
+        tensor = config.ranks_per_copy("rollout")
         peak = tensor * self._peak(number) * self.device.achievable.forward
         caches = config.vllm.prefix_caching if config.rollout.engine == "vllm" else True
         # With prefix caching, the samples of a group compute their prompt once.
@@ -222,12 +217,15 @@ class CostModel:
             update_s={role: self._update_s(role) for role in training_of(config)},
             prompt_tokens=prompt,
             in_step=[role for role in training_of(config) if self._engine(role) == "fsdp" and config.roles[role] > 1],
+            slots=self._slots(),
+            latency=self._latency(),
+            at_full_speed=self.at_full_speed,
         )
 
-    def latency(self) -> Latency:
+    def _latency(self) -> Latency:
         """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
-        tensor = rollout_ranks(self.config)
+        tensor = self.config.ranks_per_copy("rollout")
         inside = self._is_inside(sum(self.config.roles.values()))
         network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
         house = Latency()
@@ -246,7 +244,7 @@ class CostModel:
             alone_s = self.profile.decode_s(responses, self._context)
             whole_s = min(device.step_overhead_s, alone_s)  # overhead that each rank pays in full
             return whole_s + (alone_s - whole_s) / tensor + reduce_s
-        read = number * model.num_parameters + responses * self._context * self._cache_bytes(tensor) * tensor
+        read = number * model.num_parameters + responses * self._context * model.cache_bytes(number, tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
         compute_s = 2 * model.num_parameters * responses / tensor / (self._peak(number) * device.achievable.forward)
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
@@ -256,18 +254,17 @@ class CostModel:
         size = responses * self.model.hidden_size * self._rollout_number
         return 2 * self.model.num_layers * self._all_reduce_s(size, tensor)
 
-    def slots(self) -> int:
+    def _slots(self) -> int:
         """Return how many responses of mean length fit an instance at once, at most `rollout.batch_size`."""
         config = self.config
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
-        tensor = rollout_ranks(config)
+        a_token = vllm_memory(self.model, self._rollout_number, config.ranks_per_copy("rollout"), 1)
         if config.vllm.kv_cache_gb is not None:
             room = config.vllm.kv_cache_gb * 1e9
         else:
-            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
-            room -= self._rollout_number * self.model.num_parameters / tensor
-        return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
+            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9 - a_token["weights"]
+        return max(1, min(config.rollout.batch_size, int(room / (self._context * a_token["KV cache"]))))
 
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains."""
@@ -434,11 +431,6 @@ class CostModel:
         mean = self.workload
         return mean.prompt_tokens + (mean.turns.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
-    def _cache_bytes(self, tensor: int) -> float:
-        """Return the bytes of one token's keys and values on one rank."""
-        heads = max(1.0, self.model.num_kv_heads / tensor)
-        return 2 * self.model.num_layers * heads * self.model.head_dim * self._rollout_number
-
     def _between(self, ranks: int) -> float:
         return self.device.link_gb_s if self._is_inside(ranks) else self.device.network_gb_s
 
@@ -453,7 +445,7 @@ class CostModel:
     @property
     def _share(self) -> float:
         """A rank's share of the device while it computes."""
-        return 1 / at_full_speed(self.config, self.device, self.profile) if self.device.shared_by else 1.0
+        return 1 / (self.at_full_speed or 1.0)
 
     @property
     def _rollout_number(self) -> int:

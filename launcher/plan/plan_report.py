@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from launcher.checks.models import KEY as REWARD_KEY
 from launcher.checks.preflight import check_lengths, count_parameters
-from launcher.plan.cost_model import device_of, find_device, parameters_of
+from launcher.plan.cost_model import CostModel, Workload, device_of, find_device
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns, prompt_tokens_of
 from launcher.plan.search import Objective, Plan, Planner
@@ -48,50 +48,42 @@ def open_planner(
     for option, given in (("--profile", profile), ("--device", device)):
         if simulated and given is not None:
             raise ConfigError(f"{option} {given}: sim engines have their times in section sim; leave the option out")
-    measured = None
-    model: Mapping[str, Any] = {}
-    parameters = 0
+    sizes: ModelSizes | None = None
+    measured: Profile | None = None
     if not simulated:
-        sizes, parameters, model = model_sizes(config)
+        sizes = model_sizes(config)
         if profile is not None:
             measured = Profile.read(profile, "--profile")
             measured.check(config, sizes, f"--profile {profile}")
             device = device_of(str(measured.device["name"]), device, f"--profile {profile}")
-    if device is None and not simulated:
-        raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
-    step_rows = config.schedule.step_rows
-    tokens: Callable[[int], int]
+        if device is None:
+            raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
+    own, longest, step_rows = config.rollout.is_own, config.rollout.max_response_tokens, config.schedule.step_rows
+    drawn: Callable[[int], int]
     if lengths is None:
         check_lengths(config.sim)
-        tokens = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
+        drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
     else:
-        tokens = recorded_lengths(lengths, seed=config.seed)
-    reward = config.reward.model
-    own, longest = config.rollout.is_own, config.rollout.max_response_tokens
-    return Planner(
-        config=config,
-        num_devices=devices,
-        device=None if simulated or device is None else find_device(device),
-        parameters=parameters,
-        model_config=model,
-        prompt_tokens=0 if simulated else prompt_tokens_of(config),
-        tokens=lru_cache(maxsize=None)(tokens if own else lambda row: min(longest, tokens(row))),
-        objective=objective,
-        profile=measured,
-        turns=recorded_turns(lengths, config) if own and lengths is not None else None,
-        reward_model=None if simulated or reward is None else sizes_of(reward.path, REWARD_KEY),
-    )
+        drawn = recorded_lengths(lengths, seed=config.seed)
+    tokens = lru_cache(maxsize=None)(drawn if own else lambda row: min(longest, drawn(row)))
+    turns = recorded_turns(lengths, config) if own and lengths is not None else None
+    workload = Workload.of(tokens, step_rows, 0 if simulated else prompt_tokens_of(config), turns or Turns())
+    costs: CostModel | None = None
+    if sizes is not None and device is not None:
+        reward = config.reward.model
+        reward_sizes = None if reward is None else sizes_of(reward.path, REWARD_KEY)
+        costs = CostModel(config, sizes, find_device(device), workload, measured, reward_sizes)
+    return Planner(config, devices, tokens, workload, costs, turns, objective)
 
 
-def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
-    """Return the sizes of a run's model, its parameters, and config.json; the weights may be absent.
+def model_sizes(config: RunConfig) -> ModelSizes:
+    """Return the sizes of a run's model, whose weights may be absent.
 
     Raises:
         ConfigError: config.json is missing or describes another kind of model, or one that cannot be trained.
     """
     check_trainable(Path(config.model.path))
-    sizes = sizes_of(config.model.path, "model.path")
-    return sizes, sizes.num_parameters, read_model_config(Path(config.model.path))
+    return sizes_of(config.model.path, "model.path")
 
 
 def sizes_of(path: str, key: str) -> ModelSizes:
@@ -100,11 +92,9 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     Raises:
         ConfigError: config.json is missing or describes another kind of model, or the weights are incomplete.
     """
-    model = read_model_config(Path(path))
     has_weights = any(Path(path).glob("*.safetensors"))
-    parameters = count_parameters(Path(path)) if has_weights else parameters_of(model)
-    sizes = ModelSizes.of(model, parameters)
-    if not parameters or sizes is None:
+    sizes = ModelSizes.of(read_model_config(Path(path)), count_parameters(Path(path)) if has_weights else None)
+    if sizes is None or not sizes.num_parameters:
         raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
     return sizes
 
@@ -242,12 +232,10 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
         lines.append("other schedules, each with its own best split; they change what is trained on:")
     for plan in others:
         lines.append(f"  {plan.step_s:.3g} s ({100 * (plan.step_s / best.step_s - 1):+.1f} %)  {_options(plan)}")
-    if planner.device is not None:
-        share = planner.device.achievable
-        if planner.profile is not None:
-            lines.append(
-                f"measured: blocks of the model, on {planner.profile.device['name']}; what it lacks is assumed"
-            )
+    if planner.costs is not None:
+        share, profile = planner.costs.device.achievable, planner.costs.profile
+        if profile is not None:
+            lines.append(f"measured: blocks of the model, on {profile.device['name']}; what it lacks is assumed")
         lines.append(
             f"assumed: {share.train:g} of the peak in training, {share.forward:g} without gradients, {share.memory:g} "
             f"of the memory's bandwidth, {share.link:g} of links; see docs/planner.md"

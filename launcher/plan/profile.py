@@ -319,9 +319,8 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
     budget = actor.max_tokens_per_micro_batch
     trained = max(1, budget // (prompt + response)) if budget else actor.micro_batch_size
     slots = config.rollout.batch_size
-    outside = model.num_parameters - model.num_layers * model.layer_parameters
     # The deeper model may take half of the device's memory.
-    fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - outside) // max(1, model.layer_parameters)
+    fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - model.outside_parameters) // max(1, model.layer_parameters)
     for layers in sorted({1, min(model.num_layers, max(2, int(fitting)))}):
         middle = prompt + response // 2
         for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):

@@ -131,7 +131,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of computing.
+    """What a configuration's work takes on its devices.
 
     Attributes:
         decode_s: number of responses that an instance generates -> seconds for one token of each.
@@ -142,6 +142,9 @@ class Times:
         update_s: role that trains -> seconds of its optimizer step.
         prompt_tokens: prompt length where tasks and training compute prompts, too; `sim` engines do not.
         in_step: roles whose replicas wait for each other at every micro-batch (FSDP2's collectives).
+        slots: responses that an instance generates at once.
+        at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each
+            has a device of its own.
     """
 
     decode_s: Callable[[int], float]
@@ -151,8 +154,11 @@ class Times:
     tasks: Mapping[str, Work]
     train: Mapping[str, Work]
     update_s: Mapping[str, float]
+    slots: int
     prompt_tokens: int = 0
     in_step: Collection[str] = ()
+    latency: Latency = Latency()
+    at_full_speed: float = 0.0
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
@@ -170,6 +176,7 @@ class Times:
             },
             train=dict.fromkeys(training_of(config), Work(token_s=sim.train_s_per_token)),
             update_s=dict.fromkeys(training_of(config), sim.optimizer_s),
+            slots=config.rollout.batch_size,
         )
 
 
@@ -180,15 +187,12 @@ class Scenario:
     Attributes:
         specs: the tasks as the queue knows them.
         workers: role -> consumers that work side by side: instances, copies, replicas of the actor.
-        slots: responses that an instance generates at once.
         rows_per_fetch: role that only computes columns -> rows that a worker takes at a time.
         interruptible: whether engines load newer weights while responses run.
         max_updating: instances that may swap at once; None: all.
         rows_per_put: responses of a lease that an instance puts together.
         tokens: row -> length of its response.
         most_live: limit on an instance's concurrent rollouts of functions and agents; 0: one response per prompt.
-        at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each
-            has a device of its own.
     """
 
     schedule: ScheduleConfig
@@ -196,7 +200,6 @@ class Scenario:
     tasks: Sequence[PlacedTask]
     specs: Sequence[TaskSpec]
     workers: Mapping[str, int]
-    slots: int
     rows_per_fetch: Mapping[str, int]
     interruptible: bool
     max_updating: int | None
@@ -205,28 +208,16 @@ class Scenario:
     seed: int
     tokens: Callable[[int], int]
     times: Times
-    latency: Latency = Latency()
-    at_full_speed: float = 0.0
     turns: Turns = Turns()
     most_live: int = 0
 
     @staticmethod
     def of(
-        config: RunConfig,
-        times: Times,
-        *,
-        tokens: Callable[[int], int] | None = None,
-        latency: Latency | None = None,
-        slots: int = 0,
-        at_full_speed: float = 0.0,
-        turns: Turns | None = None,
+        config: RunConfig, times: Times, *, tokens: Callable[[int], int] | None = None, turns: Turns | None = None
     ) -> "Scenario":
         """Return the scenario of a checked configuration, with workers as its roles say.
 
-        Args:
-            tokens: row -> length of its response; None: drawn as `sim` draws them.
-            latency: None: the measured one.
-            slots: 0: `rollout.batch_size`.
+        `tokens` maps a row to the length of its response; None: drawn as `sim` draws them.
 
         Raises:
             ConfigError: the run uses what cannot be simulated, or has turns without a record of them.
@@ -247,7 +238,6 @@ class Scenario:
             tasks=tasks,
             specs=task_specs(tasks, config),
             workers=workers_of(config),
-            slots=slots or config.rollout.batch_size,
             rows_per_fetch={task.role: rows_per_fetch.get(task.role, size) for task in tasks},
             interruptible=config.rollout.engine != "openai" and config.rollout.on_swap != "finish",
             max_updating=config.weightsync.max_updating,
@@ -256,8 +246,6 @@ class Scenario:
             seed=config.seed,
             tokens=tokens or (lambda row: min(longest, drawn(row))),
             times=times,
-            latency=latency or Latency(),
-            at_full_speed=at_full_speed,
             turns=turns or Turns(),
             most_live=schedule.step_rows * (schedule.staleness_bound + 1) if config.rollout.is_own else 0,
         )
@@ -274,18 +262,9 @@ def prompt_tokens_of(config: RunConfig) -> int:
     return config.data.max_prompt_tokens // 2
 
 
-def rollout_ranks(config: RunConfig) -> int:
-    """Return the number of ranks per rollout instance."""
-    return config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
-
-
 def workers_of(config: RunConfig) -> dict[str, int]:
     """Return role -> number of consumers that work side by side: instances, copies of a sharded model, replicas."""
-    roles = {role: number // config.ranks_per_copy(role) for role, number in config.roles.items()}
-    roles = {role: number for role, number in roles.items() if role not in OBSERVERS}
-    roles["rollout"] //= rollout_ranks(config)
-    roles["actor"] = config.actor.num_replicas(roles["actor"])
-    return roles
+    return {role: n // config.ranks_per_copy(role) for role, n in config.roles.items() if role not in OBSERVERS}
 
 
 def work_of_users(config: RunConfig) -> dict[str, Work]:

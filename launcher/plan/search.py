@@ -11,17 +11,17 @@ its longest responses, each followed by what has to come after it, one after the
 import itertools
 import math
 from bisect import insort_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
+from asyncflow.settings import SettingsT
 from launcher.checks.models import check_broadcast, check_generating, check_reference, device_memory, ranks_per_instance
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import check_batch_sizes, check_clients
-from launcher.plan.cost_model import CostModel, Device, Workload, at_full_speed
-from launcher.plan.profile import Profile
+from launcher.plan.cost_model import CostModel, Device, Workload
 from launcher.plan.scenario import (
     Latency,
     Scenario,
@@ -29,14 +29,13 @@ from launcher.plan.scenario import (
     Turns,
     Work,
     prompt_tokens_of,
-    rollout_ranks,
     training_of,
     workers_of,
 )
 from launcher.plan.world import Simulated, simulate
 from workers.engines.device_memory import ModelSizes
 from workers.settings.dataflow import place_tasks, roles_on_device
-from workers.settings.engines import ActorConfig, RefConfig
+from workers.settings.engines import ActorConfig
 from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.tasks.graph import graph_of
@@ -57,16 +56,15 @@ def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, st
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the step time of one run, for any layout and split; for `at_full_speed` see `Scenario`."""
+    """Lower bounds on the step time of one run, for any layout and split."""
 
     workload: Workload
     longest_tokens: float
     scores: bool
-    at_full_speed: float
 
-    def step_s(self, config: RunConfig, times: Times, slots: int) -> float:
-        """Return the least that a step can take (s). `slots` is the number of responses that fit an instance."""
-        work, workers = self.work_s(config, times, slots), workers_of(config)
+    def step_s(self, config: RunConfig, times: Times) -> float:
+        """Return the least that a step can take (s)."""
+        work, workers = self.work_s(config, times), workers_of(config)
         computing_s = sum(seconds * workers[role] for role, seconds in work.items())
         longest_s = self.longest_tokens * times.decode_s(1)
         critic_s = work.pop("critic", 0.0)  # the critic trains beside the actor, and beside the next rollout
@@ -77,7 +75,7 @@ class Bounds:
             least_s = max(*work.values(), longest_s + self._behind_s(config, times))
         least_s = max(least_s, critic_s)
         # The work of all roles must also fit the cores of a machine that they share.
-        return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
+        return max(least_s, computing_s / times.at_full_speed) if times.at_full_speed else least_s
 
     def _behind_s(self, config: RunConfig, times: Times) -> float:
         """Return the least time per step that follows a longest response, before the next may begin (s)."""
@@ -89,13 +87,13 @@ class Bounds:
         behind_s = sum(work.seconds(round(tokens), tokens * tokens) for work in works)
         return (behind_s + config.actor.num_updates * times.update_s["actor"]) / apart
 
-    def work_s(self, config: RunConfig, times: Times, slots: int) -> dict[str, float]:
+    def work_s(self, config: RunConfig, times: Times) -> dict[str, float]:
         """Return the least time that each role works on a step, with its work spread evenly over its workers (s)."""
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
         in_flight = rows * (1 + schedule.staleness_bound)
         # With devices of their own, even shares are best. A machine that all share does least with few full batches.
-        together = min(slots, in_flight if self.at_full_speed else -(-in_flight // workers["rollout"]))
+        together = min(times.slots, in_flight if times.at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
         work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
         scored = rows * (
@@ -124,10 +122,10 @@ class Bounds:
         return max(computing_s, number * work.floor_s)
 
 
-# What a plan may change besides the sizes of roles: layouts, micro-batches, batch sizes, the schedule.
+# What a plan may change: layouts, batch sizes, micro-batches, the schedule; and how many ranks each role gets.
 
-Choice = tuple[RunConfig, tuple[str, ...]]
-"""A configuration, and its changes in the form that `--set` takes."""
+Changes = Mapping[str, object]
+"""Values of settings by their names, as `--set` takes them."""
 _DIVISIONS = (1, 2, 4, 8)
 _FACTORS = (1, 2, 4, 8, 1 / 2, 1 / 4, 1 / 8)
 _SCHEDULES = (
@@ -142,7 +140,26 @@ _LEAST_OF_FIRST_READY = 2
 """Staleness that `fill: first_ready` needs."""
 
 
-def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
+def with_changes(section: SettingsT, changes: Changes) -> SettingsT:
+    """Return settings with other values. Nothing is validated: what is chosen here has its checks below."""
+    for name, value in changes.items():
+        first, _, inner = name.partition(".")
+        value = with_changes(getattr(section, first), {inner: value}) if inner else value
+        section = section.model_copy(update={first: value})
+    return section
+
+
+def with_ranks(config: RunConfig, roles: Mapping[str, int]) -> RunConfig | None:
+    """Return the run with other numbers of ranks of these roles; None: its batch does not divide over them."""
+    config = with_changes(config, {"roles": {**config.roles, **roles}})
+    try:
+        check_batch_sizes(config)
+    except ConfigError:
+        return None
+    return config
+
+
+def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Changes]:
     """Yield every layout that divides the model.
 
     These are vLLM's tensor parallelism; the tensor, context and pipeline parallelism of an actor on Megatron; and for a
@@ -151,24 +168,24 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
     divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
     # Tensor parallelism and copies of the reference stay inside a node.
     inside = [n for n in divides if n <= devices_per_node]
-    # vLLM replicates KV heads where there are more ranks than heads.
-    generating = [n for n in inside if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
-    if config.rollout.engine != "vllm":
-        generating = [0]
-    training: list[dict[str, int]] = [{}]
+    generating, training, scoring = list[Changes]([{}]), list[Changes]([{}]), list[Changes]([{}])
+    if config.rollout.engine == "vllm":
+        # vLLM replicates KV heads where there are more ranks than heads.
+        able = [n for n in inside if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
+        generating = [{"vllm.tensor_parallel_size": n} for n in able]
     if config.actor.engine == "megatron":
+        names = [f"actor.megatron.{name}_parallel" for name in ("tensor", "context", "pipeline")]
         shares = sorted({*_DIVISIONS, config.actor.megatron.context_parallel})
         training = [
-            {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": stages}
+            dict(zip(names, (tensor, context, stages), strict=True))
             for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
             if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
         ]
     ref = config.ref
-    scoring: list[tuple[RefConfig, dict[str, int]]] = [(ref, {})]
     scores = config.algorithm.kl_coef > 0 and not config.actor.tri_model
     if scores and ref.engine == "fsdp":
         shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), ref.shards})
-        scoring = [(ref.model_copy(update={"shards": number}), {"ref.shards": number}) for number in shards]
+        scoring = [{"ref.shards": n} for n in shards]
     if scores and ref.engine == "megatron":
         own = ref.megatron
         others = own.context_parallel * own.pipeline_parallel
@@ -177,155 +194,48 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
             if model.num_kv_heads % n == model.num_heads // n % own.context_parallel == 0
             and 1 < n * others <= devices_per_node
         ]  # fmt: skip
-        scoring = [
-            (
-                ref.model_copy(update={"megatron": own.model_copy(update={"tensor_parallel": tensor})}),
-                {"ref.megatron.tensor_parallel": tensor},
-            )
-            for tensor in able or [own.tensor_parallel]
-        ]
-    for size, divided, (sharing, shared) in itertools.product(generating, training, scoring):
-        vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
-        actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
-        told = {"vllm.tensor_parallel_size": size} if size else {}
-        told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
-        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": sharing}), _told(told | shared)
+        scoring = [{"ref.megatron.tensor_parallel": n} for n in able or [own.tensor_parallel]]
+    for generated, trained, scored in itertools.product(generating, training, scoring):
+        yield {**generated, **trained, **scored}
 
 
-def batch_sizes(config: RunConfig) -> Iterator[Choice]:
+def batch_sizes(config: RunConfig) -> Iterator[Changes]:
     """Yield limits on the responses that an instance generates at once, never above the configured one."""
     schedule, own = config.schedule, config.rollout.batch_size
-    instances = config.roles["rollout"] // rollout_ranks(config)
+    instances = config.roles["rollout"] // config.ranks_per_copy("rollout")
     # An instance's share of all responses that may be in flight, then of one step, in whole groups. With a larger limit
     # an instance would take all there is and leave nothing to the others.
     groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
     for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
-        rollout = config.rollout.model_copy(update={"batch_size": size})
-        changed = _told({"rollout.batch_size": size}) if size != own else ()
-        yield config.model_copy(update={"rollout": rollout}), changed
+        yield {"rollout.batch_size": size} if size != own else {}
 
 
-def micro_batches(config: RunConfig) -> Iterator[Choice]:
+def micro_batches(config: RunConfig) -> Iterator[Changes]:
     """Yield the actor's micro-batch as configured, then up to eight times as large, then down to an eighth."""
-    actor = config.actor
+    rows, budget = config.actor.micro_batch_size, config.actor.max_tokens_per_micro_batch
     for factor in _FACTORS:
-        sized = {"micro_batch_size": int(actor.micro_batch_size * factor)}
-        if actor.max_tokens_per_micro_batch:
-            budget = int(actor.max_tokens_per_micro_batch * factor)
-            # A larger budget only fills if a rank also gets more rows at a time.
-            rows = int(actor.micro_batch_size * max(1, factor))
-            sized = {"max_tokens_per_micro_batch": budget, "micro_batch_size": rows}
-        if min(sized.values()) < 1:
+        # A larger budget only fills if a rank also gets more rows at a time.
+        sized = int(budget * factor), int(rows * (max(1, factor) if budget else factor))
+        if sized[1] < 1 or (budget and sized[0] < 1):
             return
-        changed = {f"actor.{name}": value for name, value in sized.items() if value != getattr(actor, name)}
-        yield config.model_copy(update={"actor": actor.model_copy(update=sized)}), _told(changed)
+        names = ("actor.max_tokens_per_micro_batch", "actor.micro_batch_size")
+        yield {name: new for name, new, old in zip(names, sized, (budget, rows), strict=True) if new != old}
 
 
-def schedules(config: RunConfig) -> Iterator[Choice]:
-    """Yield the configuration with other schedules, strictest first. They change which data a step trains on."""
+def schedules(config: RunConfig) -> Iterator[Changes]:
+    """Yield the other schedules, strictest first. They change which data a step trains on."""
     own = config.schedule
     for mode, staleness in _SCHEDULES:
-        schedule = own.model_copy(update={"mode": mode, "max_staleness": staleness})
-        changed = {"schedule.mode": mode.value} | ({"schedule.max_staleness": staleness} if staleness else {})
-        if schedule.lateness and schedule.staleness_bound < _LEAST_OF_FIRST_READY:
-            schedule = schedule.model_copy(update={"fill": Fill.IN_ORDER})
-            changed["schedule.fill"] = Fill.IN_ORDER.value
-        allowed = not (config.deterministic and staleness)  # deterministic: weights must not depend on timing
-        if allowed and _ways(schedule) != _ways(own):
-            yield config.model_copy(update={"schedule": schedule}), _told(changed)
+        changes: dict[str, object] = {"schedule.mode": mode}
+        if staleness:
+            changes["schedule.max_staleness"] = staleness
+        if own.lateness and staleness < _LEAST_OF_FIRST_READY:
+            changes["schedule.fill"] = Fill.IN_ORDER
+        other = with_changes(config, changes).schedule
+        same = (other.mode, other.staleness_bound, other.fill) == (own.mode, own.staleness_bound, own.fill)
+        if not same and not (config.deterministic and staleness):  # deterministic: weights must not depend on timing
+            yield changes
 
-
-def _ways(schedule: ScheduleConfig) -> tuple[ScheduleMode, int, Fill]:
-    return schedule.mode, schedule.staleness_bound, schedule.fill
-
-
-def _told(changes: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in changes.items())
-
-
-# Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.
-
-
-def check_launchable(config: RunConfig, device: Device | None, num_devices: int) -> None:
-    """Refuse what a start would refuse.
-
-    Args:
-        device: catalogue entry that sets the devices per node; None: ranks share the machine.
-        num_devices: of the cluster; the last node may have fewer than the others.
-
-    Raises:
-        ConfigError: as at a start.
-    """
-    check_batch_sizes(config)
-    place_tasks(graph_of(config), config.roles)
-    check_clients(config)
-    check_generating(config)
-    check_reference(config)
-    devices, num_nodes = Devices("cpu"), 1
-    if device is not None and not device.shared_by:
-        a_node = min(num_devices, device.devices_per_node)
-        devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
-    check_broadcast(config, devices.kind)
-    place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to use the devices, with its simulated run.
-
-    Attributes:
-        changes: changes besides the roles, in the form that `--set` takes.
-        bound_s: the least that a step can take (s).
-        step_s, tokens_per_s: of the simulated run; response tokens.
-        idle: role -> share of the time in which its workers do not compute.
-        headroom_gb: device memory left on the fullest rank; None: unknown.
-    """
-
-    config: RunConfig
-    changes: tuple[str, ...]
-    bound_s: float
-    step_s: float
-    tokens_per_s: float
-    idle: Mapping[str, float]
-    headroom_gb: float | None
-    simulated: Simulated
-
-    @property
-    def num_devices(self) -> int:
-        return devices_of(self.config)
-
-    @property
-    def tokens_per_s_per_device(self) -> float:
-        """Response tokens per second and device."""
-        return self.tokens_per_s / self.num_devices
-
-    def values(self) -> dict[str, Any]:
-        """Return the plan in the form of `--json` and plan.json."""
-        return {
-            "roles": self.config.roles,
-            "set": list(self.changes),
-            "devices": self.num_devices,
-            "step_s": self.step_s,
-            "bound_s": self.bound_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
-            "idle_fraction": dict(self.idle),
-            "memory_headroom_gb": self.headroom_gb,
-        }
-
-    @property
-    def roles_text(self) -> str:
-        """The roles in the form that `--roles` takes."""
-        return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
-
-
-def devices_of(config: RunConfig) -> int:
-    """Return the number of devices that the roles of a configuration occupy."""
-    taking = roles_on_device(reward_model=config.reward.model is not None)
-    return sum(number for role, number in config.roles.items() if role in taking)
-
-
-# How many ranks each role gets.
 
 SIZED = ("rollout", "actor", "ref", "critic")
 """Roles that a plan sizes; all others keep their configured size."""
@@ -338,8 +248,7 @@ def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Ite
         totals: numbers of devices for the sized roles together.
         share: the reference's share of the devices of rollout and reference together; None: no reference.
     """
-    replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
-    instance = rollout_ranks(config)
+    instance, replica = config.ranks_per_copy("rollout"), config.ranks_per_copy("actor")
     fixed = {role: number for role, number in config.roles.items() if role not in SIZED}
     for total, replicas in itertools.product(totals, _divisors(config.schedule.rollout_batch_size)):
         actor = replicas * replica
@@ -382,6 +291,38 @@ def _divisors(groups: int) -> list[int]:
     return [number for number in range(1, groups + 1) if groups % number == 0]
 
 
+def devices_of(config: RunConfig) -> int:
+    """Return the number of devices that the roles of a configuration occupy."""
+    taking = roles_on_device(reward_model=config.reward.model is not None)
+    return sum(number for role, number in config.roles.items() if role in taking)
+
+
+# Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.
+
+
+def check_launchable(config: RunConfig, device: Device | None, num_devices: int) -> None:
+    """Refuse what a start would refuse.
+
+    Args:
+        device: catalogue entry that sets the devices per node; None: ranks share the machine.
+        num_devices: of the cluster; the last node may have fewer than the others.
+
+    Raises:
+        ConfigError: as at a start.
+    """
+    check_batch_sizes(config)
+    place_tasks(graph_of(config), config.roles)
+    check_clients(config)
+    check_generating(config)
+    check_reference(config)
+    devices, num_nodes = Devices("cpu"), 1
+    if device is not None and not device.shared_by:
+        a_node = min(num_devices, device.devices_per_node)
+        devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
+    check_broadcast(config, devices.kind)
+    place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
+
+
 Objective = Literal["time", "cost"]
 _SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
 """(rows of a step, plans): at most `plans` are simulated where a step has at most `rows`."""
@@ -396,24 +337,87 @@ _COUNTED = (2, 10)
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A configuration that may be simulated. Without `batches`, its bound assumes the largest micro-batches."""
+class Candidate:
+    """A configuration that may be simulated.
+
+    Attributes:
+        settings: changes besides the roles.
+        bound_s: the least that a step can take (s); until batches are chosen, with the largest micro-batches.
+        headroom_gb: device memory left on the fullest rank; None: unknown.
+    """
 
     config: RunConfig
-    layout: tuple[str, ...]
+    settings: Changes
     bound_s: float
-    batches: tuple[str, ...] | None = None
+    has_batches: bool = True
     headroom_gb: float | None = None
 
     @property
     def instance(self) -> int:
         """Ranks per rollout instance."""
-        return rollout_ranks(self.config)
+        return self.config.ranks_per_copy("rollout")
 
-    def is_like(self, other: "_Candidate") -> bool:
+    def is_like(self, other: "Candidate") -> bool:
         """Return whether the actor's size and the layouts, other than the reference's, are the same."""
-        mine, others = ([each for each in one.layout if not each.startswith("ref.")] for one in (self, other))
-        return mine == others and self.config.roles["actor"] == other.config.roles["actor"]
+        one, two = self.config, other.config
+        same_layout = self.instance == other.instance and one.actor.megatron == two.actor.megatron
+        return same_layout and one.roles["actor"] == two.roles["actor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
+    """One way to use the devices, with its simulated run."""
+
+    simulated: Simulated
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Changes besides the roles, in the form that `--set` takes."""
+        return tuple(f"{name}={value}" for name, value in self.settings.items())
+
+    @property
+    def step_s(self) -> float:
+        # A few simulated steps may live on rows generated ahead; in the long run no step is shorter than its bound.
+        return max(self.bound_s, self.simulated.step_s(_window(self.config)[1]))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens per second."""
+        ran, (_, skip) = self.simulated, _window(self.config)
+        return ran.tokens_per_s(skip) * ran.step_s(skip) / self.step_s
+
+    @cached_property
+    def idle(self) -> Mapping[str, float]:
+        """Role -> share of the time in which its workers do not compute."""
+        return self.simulated.idle(_window(self.config)[1])
+
+    @property
+    def num_devices(self) -> int:
+        return devices_of(self.config)
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Response tokens per second and device."""
+        return self.tokens_per_s / self.num_devices
+
+    def values(self) -> dict[str, Any]:
+        """Return the plan in the form of `--json` and plan.json."""
+        return {
+            "roles": self.config.roles,
+            "set": list(self.changes),
+            "devices": self.num_devices,
+            "step_s": self.step_s,
+            "bound_s": self.bound_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "idle_fraction": dict(self.idle),
+            "memory_headroom_gb": self.headroom_gb,
+        }
+
+    @property
+    def roles_text(self) -> str:
+        """The roles in the form that `--roles` takes."""
+        return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
 
 
 @dataclass(frozen=True)
@@ -423,25 +427,23 @@ class Planner:
     Attributes:
         config: rollout, actor, reference and critic are planned; other roles keep their sizes.
         num_devices: upper limit.
-        device: catalogue entry; None: `sim` engines, whose section says how long everything takes.
-        model_config: contents of config.json.
-        prompt_tokens: mean prompt length.
         tokens: row -> length of its response.
-        objective: minimize the step time, or maximize the tokens per second and device.
+        costs: of the model on the device; None: `sim` engines, whose section says how long everything takes.
         turns: for rollouts of functions and agents.
+        objective: minimize the step time, or maximize the tokens per second and device.
     """
 
     config: RunConfig
     num_devices: int
-    device: Device | None
-    parameters: int
-    model_config: Mapping[str, Any]
-    prompt_tokens: int
     tokens: Callable[[int], int]
-    objective: Objective = "time"
-    profile: Profile | None = None
+    workload: Workload
+    costs: CostModel | None = None
     turns: Turns | None = None
-    reward_model: ModelSizes | None = None
+    objective: Objective = "time"
+
+    @property
+    def device(self) -> Device | None:
+        return None if self.costs is None else self.costs.device
 
     def plans(self) -> list[Plan]:
         """Return the best plans, best first.
@@ -449,33 +451,30 @@ class Planner:
         Raises:
             ConfigError: nothing fits; the message says what the first refused candidate lacks.
         """
-        found: list[Plan] = []
-        refused: ConfigError | None = None
-        candidates, simulated = self._candidates(), list[_Candidate]()
+        candidates, found, refused = self._candidates(), list[Plan](), list[ConfigError]()
         left = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
-        while (place := _next(candidates, simulated, only_new=not left)) is not None:
+        while (place := _next(candidates, found, only_new=not left)) is not None:
             candidate = candidates.pop(place)
             # A candidate without batches has the bound of the largest ones. Once it comes up, its fitting variants
             # go back into the list, each at its own bound.
-            if candidate.batches is None:
-                try:
-                    fitting = self._fitting(candidate)
-                except ConfigError as error:
-                    refused = refused or error
-                    continue
-                for each in fitting:
-                    insort_left(candidates, each, key=self._order)
+            if not candidate.has_batches:
+                for each in self._fitting(candidate):
+                    if isinstance(each, ConfigError):
+                        refused.append(each)
+                    else:
+                        insort_left(candidates, each, key=self._order)
                 continue
-            found.append(self._plan(candidate))
             # The first candidate of each further instance size does not count towards the limit.
-            left -= not simulated or candidate.instance in {each.instance for each in simulated}
-            simulated.append(candidate)
+            left -= not found or candidate.instance in {plan.instance for plan in found}
+            found.append(self._simulated(candidate))
             if self.objective == "time":
                 best_s = min(plan.step_s for plan in found)
                 candidates = [each for each in candidates if each.bound_s < best_s]
         if not found:
-            problem = f"--devices {self.num_devices}: no plan fits"
-            raise ConfigError(f"{problem}; {refused}" if refused else f"{problem}: every role needs at least one")
+            raise ConfigError(
+                f"--devices {self.num_devices}: no plan fits"
+                + (f"; {refused[0]}" if refused else ": every role needs at least one")
+            )
         cheap = self.objective == "cost"
         return sorted(found, key=lambda plan: -plan.tokens_per_s_per_device if cheap else plan.step_s)
 
@@ -486,72 +485,65 @@ class Planner:
         hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
         for role in [*plan.idle, *hosted]:
             workers = at_work.get(role, 1)
-            size = roles[role] // workers if role in roles else plan.config.ranks_per_copy(role)
-            for more in range(1, workers + 1):
-                changed = plan.config.model_copy(update={"roles": roles | {role: roles.get(role, 0) + more * size}})
-                try:
-                    check_batch_sizes(changed)
-                except ConfigError:  # the batch does not divide over so many
-                    continue
-                found[f"{role}:{changed.roles[role]}"] = self._step_s(changed)
-                break
+            size = plan.config.ranks_per_copy(role)
+            sizes = [roles.get(role, 0) + more * size for more in range(1, workers + 1)]
+            # Not every size divides the batch.
+            larger = next(filter(None, (with_ranks(plan.config, {role: number}) for number in sizes)), None)
+            if larger is not None:
+                found[f"{role}:{larger.roles[role]}"] = self.step_s(larger)
         return found
 
-    def step_s(self) -> float:
-        """Return the step time of the run as configured (s)."""
-        return self._step_s(self.config)
+    def step_s(self, config: RunConfig | None = None) -> float:
+        """Return the step time of a configuration, by default of the run as configured (s)."""
+        config = config or self.config
+        return self._simulated(Candidate(config, {}, self.bound_s(config))).step_s
+
+    def bound_s(self, config: RunConfig) -> float:
+        """Return the least that a step can take (s)."""
+        return self._bounds.step_s(config, self.times(config))
 
     def scenario(self, config: RunConfig) -> Scenario:
-        times, latency, slots = self._times(config)
-        return Scenario.of(
-            config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed,
-            turns=self.turns,
-        )  # fmt: skip
+        return Scenario.of(config, self.times(config), tokens=self.tokens, turns=self.turns)
+
+    def times(self, config: RunConfig) -> Times:
+        if self.costs is None:
+            return Times.of_sim(config, prompt_tokens=prompt_tokens_of(config))
+        return replace(self.costs, config=config).times()
 
     def other_schedules(self) -> list[Plan]:
         """Return the best plan of each other schedule that can be planned, strictest schedule first."""
         found = []
-        for config, told in schedules(self.config):
+        for changes in schedules(self.config):
             try:
-                best = replace(self, config=config).plans()[0]
+                best = replace(self, config=with_changes(self.config, changes)).plans()[0]
             except ConfigError:  # e.g. the policy versions that the actor keeps do not fit
                 continue
-            found.append(replace(best, changes=(*told, *best.changes)))
+            found.append(replace(best, settings={**changes, **best.settings}))
         return found
 
-    def _plan(self, candidate: _Candidate) -> Plan:
-        ran, (_, skip) = self._simulated(candidate.config), _window(candidate.config)
-        # A few simulated steps may live on rows generated ahead; in the long run no step is shorter than its bound.
-        step_s = max(candidate.bound_s, ran.step_s(skip))
-        return Plan(
-            candidate.config, candidate.layout + (candidate.batches or ()), candidate.bound_s, step_s,
-            ran.tokens_per_s(skip) * ran.step_s(skip) / step_s, ran.idle(skip), candidate.headroom_gb, ran,
-        )  # fmt: skip
-
-    def _step_s(self, config: RunConfig) -> float:
-        return max(self.bound_s(config), self._simulated(config).step_s(_window(config)[1]))
-
-    def _simulated(self, config: RunConfig) -> Simulated:
-        schedule = config.schedule
+    def _simulated(self, candidate: Candidate) -> Plan:
+        config, schedule = candidate.config, candidate.config.schedule
         # A real run continues, so at its end it generates as much ahead as it had ahead after its first steps.
         further = schedule.staleness_bound + schedule.lateness
-        return simulate(self.scenario(config), steps=_window(config)[0], further=further)
+        ran = simulate(self.scenario(config), steps=_window(config)[0], further=further)
+        return Plan(**vars(candidate), simulated=ran)
 
-    def _candidates(self) -> list[_Candidate]:
-        """Return all candidates, lowest bound first."""
+    def _candidates(self) -> list[Candidate]:
+        """Return all candidates, lowest bound first, without their batches."""
         found = []
-        for config, changes in self.layouts():
-            largest = max(self._micro_batches(config), key=_size)[0]
-            known: dict[tuple[int, bool, int], tuple[Times, Latency, int]] = {}  # bounds need no latencies
+        for layout in self.layouts():
+            config = with_changes(self.config, layout)
+            largest = max((with_changes(config, each) for each in self._micro_batches(config)), key=_micro_batch)
+            known: dict[tuple[int, bool, int], Times] = {}
             for roles in self._splits(config):
                 same = (roles["actor"], "ref" in roles, roles.get("critic", 0))
                 sized = largest.model_copy(update={"roles": roles})
-                times, _, slots = known.get(same) or known.setdefault(same, self._times(sized))
-                bound_s = self._bounds.step_s(sized, times, slots)
-                found.append(_Candidate(config.model_copy(update={"roles": roles}), changes, bound_s))
+                times = known.get(same) or known.setdefault(same, self.times(sized))
+                bound_s = self._bounds.step_s(sized, times)
+                found.append(Candidate(config.model_copy(update={"roles": roles}), layout, bound_s, has_batches=False))
         return sorted(found, key=self._order)
 
-    def _order(self, candidate: _Candidate) -> float:
+    def _order(self, candidate: Candidate) -> float:
         if self.objective == "time":
             return candidate.bound_s
         house = Latency()
@@ -559,57 +551,39 @@ class Planner:
         house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s
         return (candidate.bound_s + house_s) * devices_of(candidate.config)
 
-    def layouts(self) -> Iterator[Choice]:
-        """Yield the configuration with every layout that divides the model; `sim` engines have just one."""
-        if self.device is None or self._sizes is None:
-            return iter([(self.config, ())])
-        return layouts(self.config, self._sizes, self.device.devices_per_node)
+    def layouts(self) -> Iterator[Changes]:
+        """Yield every layout that divides the model; `sim` engines have just one."""
+        costs = self.costs
+        return iter([{}]) if costs is None else layouts(self.config, costs.model, costs.device.devices_per_node)
 
-    def _micro_batches(self, config: RunConfig) -> Iterator[Choice]:
+    def _micro_batches(self, config: RunConfig) -> Iterator[Changes]:
         # The memory of a machine that all share is unknown, so there is just the configured micro-batch.
-        if self._sizes is None or self._at_full_speed:
-            return iter([(config, ())])
-        return micro_batches(config)
+        return iter([{}]) if self.costs is None or self.costs.device.shared_by else micro_batches(config)
 
-    def _batch_sizes(self, config: RunConfig) -> Iterator[Choice]:
+    def _fitting(self, candidate: Candidate) -> Iterator[Candidate | ConfigError]:
+        """Yield the candidate's variants with batches worth trying, and the error of each that does not fit."""
+        device = self.device
         # A machine that all share does least with few full batches.
-        return iter([(config, ())]) if self._at_full_speed else batch_sizes(config)
-
-    def _fitting(self, candidate: _Candidate) -> list[_Candidate]:
-        """Return the candidate's variants with batches that fit, or raise what the first one lacks."""
-        found: list[_Candidate] = []
-        refused: ConfigError | None = None
-        for config, told in self._batch_sizes(candidate.config):
-            for each in self._with_micro_batches(replace(candidate, config=config, batches=told)):
-                if isinstance(each, ConfigError):
-                    refused = refused or each
+        sizes: Iterable[Changes] = [{}] if device and device.shared_by else batch_sizes(candidate.config)
+        for sized in sizes:
+            base, best_s = with_changes(candidate.config, sized), math.inf
+            # The configured one, and larger ones while they lower the bound; else the largest smaller one that fits.
+            for cut in self._micro_batches(base):
+                config = with_changes(base, cut)
+                if best_s < math.inf and _micro_batch(config) < _micro_batch(base):
+                    break
+                bound_s = self.bound_s(config)
+                if bound_s > _WORTH * best_s:
+                    continue
+                try:
+                    check_launchable(config, device, self.num_devices)
+                    headroom_gb = self.headroom_gb(config)
+                except ConfigError as error:
+                    yield error
                 else:
-                    found.append(each)
-        if not found:
-            assert refused is not None, "there is the configured one"
-            raise refused
-        return found
-
-    def _with_micro_batches(self, candidate: _Candidate) -> Iterator[_Candidate | ConfigError]:
-        """Yield variants with micro-batches worth trying, and the error of each that does not fit."""
-        # The configured micro-batch and larger ones while they lower the bound; else the largest smaller one that fits.
-        last: _Candidate | None = None
-        own = _size((candidate.config, ()))
-        for choice in self._micro_batches(candidate.config):
-            if last is not None and _size(choice) < own:
-                return
-            config, told = choice
-            bound_s = self.bound_s(config)
-            if last is not None and bound_s > _WORTH * last.bound_s:
-                continue
-            try:
-                check_launchable(config, self.device, self.num_devices)
-                batches = (candidate.batches or ()) + told
-                last = _Candidate(config, candidate.layout, bound_s, batches, self.headroom_gb(config))
-            except ConfigError as error:
-                yield error
-            else:
-                yield last
+                    best_s = bound_s
+                    settings = {**candidate.settings, **sized, **cut}
+                    yield Candidate(config, settings, bound_s, headroom_gb=headroom_gb)
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
         """Yield roles; to minimize the cost, also for fewer devices."""
@@ -620,42 +594,20 @@ class Planner:
 
     def _scoring_share(self, config: RunConfig) -> float:
         """Return the reference's share of the devices that generate and score which takes them the least time."""
-        instance, copy = rollout_ranks(config), config.ranks_per_copy("ref")
-        actor = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
-        sized = config.model_copy(update={"roles": {"rollout": instance, "actor": actor, "ref": copy}})
-        times, _, slots = self._times(sized)
-        work = self._bounds.work_s(sized, times, slots)
-        scoring, generating = work["ref"] * copy, work["rollout"] * instance
+        roles = {role: config.ranks_per_copy(role) for role in ("rollout", "actor", "ref")}
+        sized = with_changes(config, {"roles": roles})
+        work = self._bounds.work_s(sized, self.times(sized))
+        scoring, generating = work["ref"] * roles["ref"], work["rollout"] * roles["rollout"]
         if config.schedule.mode is ScheduleMode.SYNC:  # a / n + b / (1 - n) is least at shares like square roots
             scoring, generating = math.sqrt(scoring), math.sqrt(generating)
         return scoring / max(1e-12, scoring + generating)
-
-    def bound_s(self, config: RunConfig) -> float:
-        """Return the least that a step can take (s)."""
-        times, _, slots = self._times(config)
-        return self._bounds.step_s(config, times, slots)
 
     @cached_property
     def _bounds(self) -> Bounds:
         steps, skip = _window(self.config)
         longest = longest_tokens(self.config.schedule, self.tokens, steps=steps, skip=skip)
         scores = any(task.name == "ref_log_probs" for task in graph_of(self.config))
-        return Bounds(self.workload, longest, scores, self._at_full_speed)
-
-    @cached_property
-    def _at_full_speed(self) -> float:
-        """`Scenario.at_full_speed`, the same for every split."""
-        if self.device is None or self._sizes is None:
-            return 0.0
-        return at_full_speed(self.config, self.device, self.profile)
-
-    def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
-        """Return durations, latencies, and the number of responses that fit an instance."""
-        if self.device is None or self._sizes is None:
-            times = Times.of_sim(config, prompt_tokens=prompt_tokens_of(config))
-            return times, Latency(), config.rollout.batch_size
-        model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
-        return model.times(), model.latency(), model.slots()
+        return Bounds(self.workload, longest, scores)
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return the device memory left on the fullest rank (GB); None: unknown.
@@ -663,27 +615,14 @@ class Planner:
         Raises:
             ConfigError: a role does not fit; the message shows the sum.
         """
-        if self.device is None or self._sizes is None:
+        if self.costs is None or self.costs.device.shared_by:
             return None
-        launcher = config.launcher.model_copy(update={"device_memory_gb": self.device.memory_gb})
-        if self.device.shared_by:
-            return None
-        roles = device_memory(config.model_copy(update={"launcher": launcher}), self.parameters)
-        return self.device.memory_gb - max((sum(parts.values()) / 1e9 for parts in roles.values()), default=0.0)
-
-    @cached_property
-    def workload(self) -> Workload:
-        """Average tokens of the first steps' rows (eight steps, at most 4096 rows)."""
-        drawn = [self.tokens(row) for row in range(min(4096, 8 * self.config.schedule.step_rows))]
-        mean, square = sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn)
-        return Workload(self.prompt_tokens, mean, square, self.turns or Turns())
-
-    @cached_property
-    def _sizes(self) -> ModelSizes | None:
-        return None if self.device is None else ModelSizes.of(self.model_config, self.parameters)
+        limit_gb = self.costs.device.memory_gb
+        roles = device_memory(config, self.costs.model, limit_gb)
+        return limit_gb - max((sum(parts.values()) / 1e9 for parts in roles.values()), default=0.0)
 
 
-def _next(candidates: Sequence[_Candidate], simulated: Sequence[_Candidate], *, only_new: bool) -> int | None:
+def _next(candidates: Sequence[Candidate], simulated: Sequence[Candidate], *, only_new: bool) -> int | None:
     """Return the index of the candidate to simulate next. `only_new`: only instance sizes not simulated yet."""
     sizes, last = {each.instance for each in simulated}, simulated[-_OTHERS:]
     # A bound says little about the longest responses, which larger instances shorten. So the first candidate of each
@@ -698,10 +637,9 @@ def _next(candidates: Sequence[_Candidate], simulated: Sequence[_Candidate], *, 
     return next(others, 0 if candidates else None)
 
 
-def _size(choice: Choice) -> tuple[int, int]:
+def _micro_batch(config: RunConfig) -> tuple[int, int]:
     """Return (token budget, rows) of the actor's micro-batches; the budget comes first where it counts."""
-    actor = choice[0].actor
-    return actor.max_tokens_per_micro_batch, actor.micro_batch_size
+    return config.actor.max_tokens_per_micro_batch, config.actor.micro_batch_size
 
 
 def _window(config: RunConfig) -> tuple[int, int]:

@@ -9,16 +9,16 @@ simulated here.
 """
 
 import heapq
+from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from launcher.plan.scenario import Scenario
-from launcher.plan.task_queue import Formed, TaskQueue
 from launcher.timeline.run_timeline import RunTimeline, Span
-from tq.policies import Item, Want
+from tq import policies
+from tq.policies import Fifo, Item, Offer, Policy, TaskSpec, Want
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.admission_state import AdmissionState
 from workers.engines.sim.decode_times import Decoding
@@ -27,37 +27,161 @@ from workers.rows import micro_batches
 from workers.rows.micro_batches import MiniBatchAssigner
 from workers.settings.dataflow import ADMITTED, CRITIC_TRAIN, TRAINERS, PlacedTask
 
-
-class Follower(Protocol):
-    """A process that computes with the policy's weights."""
-
-    def weights_arrived(self, version: int) -> None:
-        """A version can now be loaded."""
+# One task's rows in a simulated queue: which are ready, and who gets them.
+#
+# A light twin of `tq.control` without leases, units or failures. The run's own policies (`tq.policies`) decide which
+# rows go out together and to which rank; where steps take rows of several partitions, `tq.policies.choose` does.
 
 
-class Trains(Protocol):
-    """All replicas of a role that trains, as one."""
+@dataclass
+class _Partition:
+    size: int
+    ready: list[Item] = field(default_factory=list)
+    """Sorted by first row."""
+    num_ready: int = 0
+    num_tokens: int = 0
+    num_taken: int = 0
+    waiting: dict[int, list[int]] = field(default_factory=dict)
+    """Group -> its ready rows, while the group is incomplete; for tasks that take whole groups."""
+    untaken: list[int] = field(default_factory=list)
+    """Rows not yet taken, in order; for tasks that take rows in order."""
 
     @property
-    def task(self) -> PlacedTask:
-        """The task that it serves."""
+    def rest_ready(self) -> bool:
+        return self.num_taken + self.num_ready >= self.size
 
-    @property
-    def num_arrived(self) -> int:
-        """Steps whose last round has arrived."""
 
-    @property
-    def num_updated(self) -> int:
-        """Steps whose optimizer updates are done."""
+@dataclass(frozen=True)
+class Formed:
+    """A round: what each rank gets of a partition. `last` means that it completes the step."""
 
-    def begin(self) -> None:
-        """Begin the next step."""
+    partition: int
+    slices: Sequence[Sequence[Item]]
+    last: bool
+    time: float
 
-    def look(self) -> None:
-        """Rows arrived."""
 
-    def update(self) -> None:
-        """Run the optimizer updates of the step."""
+class TaskQueue:
+    """The rows of one task. `tokens` (row -> its tokens so far) is shared with the world, which updates it."""
+
+    def __init__(self, spec: TaskSpec, *, group_size: int, tokens: dict[int, int]) -> None:
+        self.spec = spec
+        self._group_size = group_size
+        self._tokens = tokens
+        self._parts: dict[int, _Partition] = {}
+        self._assigned: dict[int, list[int]] = {}
+        self._in_step: dict[int, int] = {}
+
+    def open(self, partition: int, rows: Sequence[int]) -> None:
+        """Announce a step with these rows."""
+        part = self._parts[partition] = _Partition(len(rows))
+        if self.spec.in_order:
+            part.untaken = list(rows)
+
+    def offer(self, partition: int, row: int) -> None:
+        """Mark a row as ready: all its inputs are there."""
+        part = self._parts[partition]
+        if self.spec.whole_groups:
+            group = row // self._group_size
+            members = part.waiting.setdefault(group, [])
+            members.append(row)
+            if len(members) < self._group_size:
+                return
+            del part.waiting[group]
+            rows = tuple(sorted(members))
+            item = Item(rows, sum([self._tokens.get(number, 0) for number in rows]))
+        else:
+            rows = (row,)
+            item = Item(rows, self._tokens.get(row, 0))
+        if not part.ready or item > part.ready[-1]:
+            part.ready.append(item)
+        else:
+            insort(part.ready, item)
+        part.num_ready += len(rows)
+        part.num_tokens += item.tokens
+
+    def take(self, want: Want, newest: int | None) -> tuple[int, list[Item]] | None:
+        """Take rows of the oldest partition that has any, but none after partition `newest`; None: nothing to take."""
+        for number, part in self._parts.items():
+            if not part.num_ready or (self.spec.barrier and not part.rest_ready):
+                continue
+            # Partitions go out in order: what holds back the oldest one holds back those after it.
+            if (newest is not None and number > newest) or not self._front_ready(part, want.num_rows):
+                return None
+            return number, self._pick(part, want)
+        return None
+
+    def has_ready(self) -> bool:
+        """Whether some partition has rows to take, whatever its number."""
+        return any(part.num_ready and not (self.spec.barrier and not part.rest_ready) for part in self._parts.values())
+
+    def form(self, step: int, want: Want, now: float) -> Formed | None:
+        """Form the next round of a step; None: more rows must come first."""
+        if self.spec.steps is not None:
+            return self._form_first_ready(self.spec.steps, step, want, now)
+        part = self._parts.get(step)
+        if part is None or not part.num_ready:
+            return None
+        full = part.num_ready >= want.num_rows or 0 < want.token_budget <= part.num_tokens
+        if not (part.rest_ready or (full and not self.spec.barrier)) or not self._front_ready(part, want.num_rows):
+            return None
+        rest = part.rest_ready
+        slices = self._assign(step, self._pick(part, want), want)
+        return Formed(step, slices, rest and not part.num_ready, now)
+
+    def forget(self, before: int) -> None:
+        """Drop finished partitions of steps before this one."""
+        for number in [number for number, part in self._parts.items() if number < before and not part.num_ready]:
+            if self._parts[number].num_taken >= self._parts[number].size:
+                del self._parts[number]
+
+    def _form_first_ready(self, steps: policies.StepSpec, step: int, want: Want, now: float) -> Formed | None:
+        assigned = self._in_step.get(step, 0)
+        offers = [
+            Offer(number, part.num_ready, part.size - part.num_taken)
+            for number, part in sorted(self._parts.items())
+            if part.size > part.num_taken
+        ]
+        chosen = policies.choose(steps, step, assigned, offers, want.num_rows)
+        if chosen is None:
+            return None
+        picked = self._pick(self._parts[chosen.partition], Want(chosen.num_ready, 0, want.num_ranks))
+        self._in_step[step] = assigned + sum(len(item.rows) for item in picked)
+        last = self._in_step[step] >= steps.num_rows
+        return Formed(chosen.partition, self._assign(step, picked, want), last, now)
+
+    def _assign(self, step: int, items: Sequence[Item], want: Want) -> list[list[Item]]:
+        loads = self._assigned.setdefault(step, [0] * want.num_ranks)
+        slices = self.spec.policy.assign(items, loads)
+        self._assigned[step] = [
+            load + sum(item.tokens for item in part) for load, part in zip(loads, slices, strict=True)
+        ]
+        return slices
+
+    def _pick(self, part: _Partition, want: Want) -> list[Item]:
+        policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
+        chosen = policy.pick(iter(part.ready), want)
+        # Most policies take a prefix, which is cheap to remove.
+        if part.ready[: len(chosen)] == chosen:
+            del part.ready[: len(chosen)]
+        else:
+            names = {item.rows[0] for item in chosen}
+            part.ready = [item for item in part.ready if item.rows[0] not in names]
+        rows = sum(len(item.rows) for item in chosen)
+        part.num_ready -= rows
+        part.num_taken += rows
+        part.num_tokens -= sum(item.tokens for item in chosen)
+        if part.untaken:
+            taken = {row for item in chosen for row in item.rows}
+            part.untaken = [row for row in part.untaken if row not in taken]
+        return chosen
+
+    def _front_ready(self, part: _Partition, num_rows: int) -> bool:
+        """Whether the rows that come next in order are ready."""
+        if not self.spec.in_order or part.rest_ready:
+            return True
+        ready = {row for item in part.ready for row in item.rows}
+        return part.num_ready >= num_rows and ready.issuperset(part.untaken[:num_rows])
 
 
 @dataclass
@@ -73,7 +197,7 @@ class World:
     """Clock, queue and processes. The world tells processes what happened; they schedule what comes next.
 
     Two clocks run side by side: `now`, and `worked`, the compute seconds of a worker that never idles. `worked` falls
-    behind `now` while more workers compute than the machine can run at full speed (`Scenario.at_full_speed`).
+    behind `now` while more workers compute than the machine can run at full speed (`Times.at_full_speed`).
     """
 
     scenario: Scenario
@@ -103,8 +227,8 @@ class World:
         self._missing: dict[tuple[str, int], int] = {}
         self.turns = SwapTurns(scenario.max_updating)
         self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps + self.further)
-        self.followers: list[Follower] = []
-        self.gangs: list[Trains] = []
+        self.followers: list[Instance | ColumnWorker] = []
+        self.gangs: list[Gang] = []
         """The actor, then a critic in a role of its own."""
 
     def run(self) -> None:
@@ -129,7 +253,7 @@ class World:
 
     def at_work(self, worked: float, action: Callable[[], None]) -> None:
         """Schedule an action for when `worked` reaches this value (s)."""
-        if not self.scenario.at_full_speed:
+        if not self.scenario.times.at_full_speed:
             self.at(worked, action)
             return
         self._number += 1
@@ -147,8 +271,8 @@ class World:
 
     def request(self, number: int = 1) -> None:
         """Charge the queue's CPU time for `number` requests, which only matters where processes share a machine."""
-        if self.scenario.at_full_speed:
-            self.compute(self.scenario.latency.request_s * number, lambda: None)
+        if self.scenario.times.at_full_speed:
+            self.compute(self.scenario.times.latency.request_s * number, lambda: None)
 
     def computing(self, more: int) -> None:
         """Change the number of workers that compute by `more`, which may be negative."""
@@ -156,7 +280,7 @@ class World:
 
     def _next(self) -> Callable[[], None]:
         """Advance both clocks to the next event and return its action."""
-        most = self.scenario.at_full_speed
+        most = self.scenario.times.at_full_speed
         slowdown = max(1.0, self._computing / most) if most else 1.0
         heap = self._events
         if self._work and (not heap or self.now + (self._work[0][0] - self.worked) * slowdown <= heap[0][0]):
@@ -204,20 +328,20 @@ class World:
         self.version = version
         self.step_ends.append(self.now)
         self.admission.published(version)
-        latency = self.scenario.latency
+        latency = self.scenario.times.latency
         self.after(latency.admit_s, self._admit)
         self.after(latency.admit_s + latency.transfer_s, lambda: self._weights_arrived(version))
         for queue in self.queues.values():
             queue.forget(version - 1)
 
-    def arrived(self, gang: Trains) -> None:
+    def arrived(self, gang: "Gang") -> None:
         """A gang has its step's last round: the actor updates at once; a critic updates once the actor has its, too."""
         actor = self.gangs[0]
         for each in self.gangs if gang is actor else [gang]:
             if each.num_arrived == actor.num_arrived:
                 each.update()
 
-    def updated(self, gang: Trains) -> None:
+    def updated(self, gang: "Gang") -> None:
         """A gang finished its step's updates: a critic continues; the actor waits until both are at the same step."""
         actor = self.gangs[0]
         if gang is not actor:
@@ -320,12 +444,12 @@ class ColumnWorker:
     def _granted(self, partition: int, items: list[Item]) -> None:
         world = self._world
         rows = [row for item in items for row in item.rows]
-        start = world.now + world.scenario.latency.fetch_s
+        start = world.now + world.scenario.times.latency.fetch_s
         seconds = sum(work_s(world, name, rows) for name in (*self._task.fused, self._task.name))
 
         def computed() -> None:
             world.span(self._name, self._task.name, start, world.now, step=partition, rows=len(rows))
-            world.after(world.scenario.latency.put_s, done)
+            world.after(world.scenario.times.latency.put_s, done)
 
         def done() -> None:
             world.put(self._task.name, rows)
@@ -400,7 +524,7 @@ class Gang:
             for walker, idle in enumerate(self._idle):
                 if idle and self._taken[walker] == len(self._formed) - 1:
                     self._idle[walker] = False
-                    world.after(world.scenario.latency.fetch_s, partial(self._take, walker))
+                    world.after(world.scenario.times.latency.fetch_s, partial(self._take, walker))
 
     def begin(self) -> None:
         self._step += 1
@@ -415,7 +539,7 @@ class Gang:
     def _next(self, walker: int) -> None:
         if self._taken[walker] < len(self._formed):
             formed = self._formed[self._taken[walker]]
-            ready = formed.time + self._world.scenario.latency.fetch_s
+            ready = formed.time + self._world.scenario.times.latency.fetch_s
             self._world.at(ready, lambda: self._take(walker))
         else:
             self._idle[walker] = True
@@ -439,11 +563,11 @@ class Gang:
         def train() -> None:
             # A critic's outputs go out before it trains, so that the actor need not wait for that.
             for rows in slices if self.task.outputs else ():
-                world.after(world.scenario.latency.put_s, partial(world.put, self.task.name, rows))
+                world.after(world.scenario.times.latency.put_s, partial(world.put, self.task.name, rows))
             self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
 
         # Python between rounds first, then columns, then the micro-batches.
-        world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
+        world.compute(world.scenario.times.latency.round_s, columns, workers=len(ranks))
 
     def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
         world, begin = self._world, self._world.now
@@ -494,7 +618,7 @@ class Gang:
 
     def _publish(self) -> None:
         world = self._world
-        published = world.now + world.scenario.latency.publish_s
+        published = world.now + world.scenario.times.latency.publish_s
         world.span("actor-0", "publish weights", world.now, published, step=self._step)
         world.at(published, self._published)
 
@@ -675,7 +799,7 @@ class Instance:
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
             lease.left -= len(rows)
-            world.after(world.scenario.latency.put_s, lambda: world.put(self._task, rows))
+            world.after(world.scenario.times.latency.put_s, lambda: world.put(self._task, rows))
 
     def _swap_if_due(self) -> None:
         self._draining = False
@@ -694,7 +818,7 @@ class Instance:
             return
         if world.turns.ask(self, self, None):
             self._swapping = True
-            world.after(scenario.latency.swap_s, self._swapped)
+            world.after(scenario.times.latency.swap_s, self._swapped)
         else:
             world.after(_RETRY_S, self.look)
 
@@ -735,7 +859,7 @@ class Instance:
         """Begin waiting turns in free slots."""
         scenario, now = self._world.scenario, self._world.worked
         begun: list[tuple[int, float, float]] = []
-        while self._calls and self._num_drawing < scenario.slots and not self._draining:
+        while self._calls and self._num_drawing < scenario.times.slots and not self._draining:
             row = heapq.heappop(self._calls)
             begun.append((row, *self._turns[row].pop()))
             self._num_drawing += 1
@@ -755,12 +879,13 @@ class Instance:
 
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)
+        slots = scenario.times.slots
         # A deterministic run generates batches of fixed size, so nothing joins while one is at work.
         if live and (scenario.deterministic or self._draining):
             return 0
         if not (most := scenario.most_live):
-            return scenario.slots - live
-        return room(places=scenario.slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
+            return slots - live
+        return room(places=slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
 
     def _granted(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]
@@ -771,7 +896,7 @@ class Instance:
             self._waiting.extend((lease, row) for row in rows)
             self.look()
 
-        self._world.after(self._world.scenario.latency.fetch_s, came)
+        self._world.after(self._world.scenario.times.latency.fetch_s, came)
 
     def _outdated(self, version: int) -> None:
         self._asked = False

@@ -36,7 +36,7 @@ def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> 
         raise ConfigError("engine: sim takes no time that could be measured; profile a run with real engines")
     if config.rollout.engine == "openai":
         raise ConfigError("rollout.engine: openai generates on servers of yours, which are not measured; plan with hf")
-    sizes, _, _ = model_sizes(config)
+    sizes = model_sizes(config)
     older = Profile.read(out, "--out") if out.exists() else None
     kind = find_devices(config.launcher.device).kind
     with tempfile.TemporaryFile("w+") as errors, _child(kind, errors, config) as process:

@@ -18,9 +18,8 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
-from launcher.checks.preflight import check_batch_sizes
 from launcher.plan.plan_report import open_planner
-from launcher.plan.scenario import rollout_ranks
+from launcher.plan.search import with_ranks
 from launcher.run.rundir import read_plan
 from workers.settings.dataflow import OBSERVERS, TRAINERS, roles_on_device
 from workers.settings.run import RunConfig
@@ -242,16 +241,8 @@ def _sizes(config: RunConfig) -> dict[str, Sequence[int]]:
     devices = sum(roles.values())
     found: dict[str, Sequence[int]] = {}
     for role in roles:
-        unit = rollout_ranks(config) if role == "rollout" else config.ranks_per_copy(role)
+        unit = config.ranks_per_copy(role)
         sizes = range(unit, devices + 1, unit)
-        found[role] = [size for size in sizes if _divides(config, role, size)] if role in TRAINERS else sizes
+        # A trainer's ranks must form whole replicas, over which the batch divides.
+        found[role] = [size for size in sizes if role not in TRAINERS or with_ranks(config, {role: size})]
     return found
-
-
-def _divides(config: RunConfig, role: str, size: int) -> bool:
-    """Whether the batch divides over `size` ranks of a trainer, and these form whole replicas."""
-    try:
-        check_batch_sizes(config.model_copy(update={"roles": config.roles | {role: size}}))
-    except ConfigError:
-        return False
-    return True

@@ -1,14 +1,14 @@
-"""Estimates what the engines keep in a rank's device memory, from model sizes and the configuration. Pure, torch-free.
+"""Estimates what the engines keep in a rank's memory, from model sizes and the configuration. Pure, torch-free.
 
-The check before a start, `--dry-run` and the planner use this estimate. All sizes are bytes; reward models are not
-included.
+The check before a start, `--dry-run`, the planner and the doctor (of the host, where ranks compute on the CPU) use this
+estimate. All sizes are bytes; reward models are not included.
 
 Letters: P parameters, L layers, D width, H and K query and key heads, d head dimension, F width of the MLP, V
 vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.settings.engines import ActorConfig, RefConfig, TrainingConfig
@@ -21,6 +21,9 @@ LOGITS_TILE = 2**25  # logits that the head holds at a time (`workers.engines.pa
 RUNTIME = 10**9
 
 Parts = dict[str, int]  # what takes memory -> bytes
+# Parts that do not depend on rows and tokens. They follow from the number of parameters, whatever the model's sizes.
+STATE = ("weights", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies", "reference",
+         "next version")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,16 @@ class ModelSizes:
     tied: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any], num_parameters: int) -> "ModelSizes | None":
-        """Read config.json; None: it lacks the usual sizes, so no estimate is possible."""
+    def of(config: Mapping[str, Any], num_parameters: int | None = None) -> "ModelSizes | None":
+        """Read config.json; None: it lacks the usual sizes, so no estimate is possible.
+
+        Without `num_parameters` they follow from the sizes, except for biases and norms of heads.
+        """
         config = config.get("text_config") or config
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-            return ModelSizes(
-                num_parameters=num_parameters,
+            sizes = ModelSizes(
+                num_parameters=num_parameters or 0,
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden,
                 num_heads=heads,
@@ -56,6 +62,11 @@ class ModelSizes:
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
+        if num_parameters is not None:
+            return sizes
+        attention = 2 * hidden * (heads + sizes.num_kv_heads) * sizes.head_dim
+        layer = attention + 3 * hidden * sizes.ffn_size + 2 * hidden
+        return replace(sizes, num_parameters=sizes.num_layers * layer + hidden + sizes.embedding_and_head)
 
     @property
     def embedding_parameters(self) -> int:
@@ -63,9 +74,21 @@ class ModelSizes:
         return self.vocab_size * self.hidden_size
 
     @property
+    def embedding_and_head(self) -> int:
+        return self.embedding_parameters * (1 if self.tied else 2)
+
+    @property
     def layer_parameters(self) -> int:
-        outside = self.embedding_parameters * (1 if self.tied else 2)
-        return max(0, self.num_parameters - outside) // self.num_layers
+        return max(0, self.num_parameters - self.embedding_and_head) // self.num_layers
+
+    @property
+    def outside_parameters(self) -> int:
+        """Parameters of the embeddings and the last norm."""
+        return self.num_parameters - self.num_layers * self.layer_parameters
+
+    def cache_bytes(self, number: int, tensor: int = 1) -> int:
+        """Return the bytes of a token's keys and values on one of `tensor` ranks, with `number` bytes each."""
+        return 2 * self.num_layers * max(1, self.num_kv_heads // tensor) * self.head_dim * number
 
 
 def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
@@ -90,15 +113,21 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
                 roles[role] = hf_memory(model, copy, sampling.batch_size, tokens, prompt_tokens=prompts)
             elif sampling.engine == "vllm":
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
-                roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
+                roles[role] = vllm_memory(model, number, config.ranks_per_copy(role), tokens)
     every = {"runtime": RUNTIME}
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
         for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with one version while the next one arrives
-            divided = config.vllm.tensor_parallel_size if role == "rollout" and config.rollout.engine == "vllm" else 1
+            divided = config.ranks_per_copy("rollout") if role == "rollout" else 1
             roles[role]["next version"] = wire * model.num_parameters // divided
     return {role: parts | every for role, parts in roles.items()}
+
+
+def state_of_roles(config: RunConfig, num_parameters: int) -> dict[str, int]:
+    """Return how much state all ranks of each role have together; only where they compute on the CPU."""
+    model = ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
+    return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model).items()}
 
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
@@ -112,12 +141,12 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
     # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
-    root = _outside_of_layers(model)
+    root = model.outside_parameters
     if ranks > 1:
         parts["gathered"] = number * (root + 2 * model.layer_parameters)
         parts["reduced"] = (number + 4) * max(root, model.layer_parameters)
     elif number == 2:
-        parts["gathered"] = number * size
+        parts["bfloat16 copy"] = number * size
     layers = model.num_layers
     return parts | _passes(model, number, tokens, layers=layers, recomputed=training.gradient_checkpointing)
 
@@ -150,7 +179,7 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
     # fsdp: weights c P / ranks; gathered: the root and two layers, c each. megatron: weights c p, p as in
     # `megatron_memory`; the MLP's width / TP; tokens / CP.
     if ref.engine == "fsdp":
-        gathered = number * (_outside_of_layers(model) + 2 * model.layer_parameters)
+        gathered = number * (model.outside_parameters + 2 * model.layer_parameters)
         size = size // ref.shards
     elif ref.engine == "megatron":
         layout = ref.megatron.layout(ref.megatron.ranks_per_copy)
@@ -166,10 +195,9 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
 
 def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int, *, prompt_tokens: int) -> Parts:
     """Return what the `hf` engine has with all responses at their longest."""
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number  # bytes per token
     return {
         "weights": number * model.num_parameters,
-        "KV cache": responses * tokens * cache,
+        "KV cache": responses * tokens * model.cache_bytes(number),
         # One layer of the step in which all prompts enter at once.
         "activations": responses * prompt_tokens * number * (4 * model.hidden_size + 3 * model.ffn_size),
         # Four float32 numbers per logit of a step.
@@ -180,9 +208,7 @@ def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int, *, pr
 def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Parts:
     """Return the minimum with which vLLM starts: its share of the weights, and the cache of one longest sequence."""
     # vLLM then takes `vllm.gpu_memory_utilization` of the device, so that more responses run at a time.
-    heads = max(1, model.num_kv_heads // tensor)
-    cache = 2 * model.num_layers * heads * model.head_dim * number  # bytes per token
-    return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * cache}
+    return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * model.cache_bytes(number, tensor)}
 
 
 def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Parts:
@@ -191,8 +217,7 @@ def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Pa
     memory = megatron_memory if actor.engine == "megatron" else fsdp_memory
     parts = memory(model, actor, ranks, tokens)
     if config.algorithm.has_critic and "critic" not in config.roles:
-        critic = fsdp_memory(model, config.critic, ranks, tokens)
-        parts["critic"] = sum(critic[name] for name in ("weights", "gradients", "moments"))
+        parts["critic"] = _state(fsdp_memory(model, config.critic, ranks, tokens))
     if actor.tri_model:
         own = model.num_parameters // ranks
         if actor.engine == "megatron":
@@ -203,14 +228,13 @@ def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Pa
     return {name: size for name, size in parts.items() if size}
 
 
-def _outside_of_layers(model: ModelSizes) -> int:
-    """Return the parameters of embeddings and last norm."""
-    return model.num_parameters - model.num_layers * model.layer_parameters
+def _state(parts: Parts) -> int:
+    return sum(size for name, size in parts.items() if name in STATE)
 
 
 def _megatron_parameters(model: ModelSizes, layout: MegatronLayout) -> int:
     """Return the parameters of a rank of Megatron's first or last stage, whichever has more."""
-    held = _outside_of_layers(model) if layout.stages == 1 else model.embedding_parameters
+    held = model.outside_parameters if layout.stages == 1 else model.embedding_parameters
     return (model.num_layers // layout.stages * model.layer_parameters + held) // layout.tensor
 
 

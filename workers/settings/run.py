@@ -234,10 +234,19 @@ class RunConfig(Settings):
         return tuple(role for role, number in self.roles.items() if not number)
 
     def ranks_per_copy(self, role: str) -> int:
-        """Return how many ranks share one copy of a role's model, if the role computes with it without training it."""
-        if role == "reward":
-            return 1 if self.reward.model is None else self.reward.model.shards
-        return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
+        """Return how many ranks share one copy of a role's model. Each of FSDP2's trainers counts as a copy, since it
+        trains rows of its own."""
+        match role:
+            case "actor":
+                return self.actor.megatron.ranks_per_copy if self.actor.engine == "megatron" else 1
+            case "rollout" | "evaluate":
+                engine = self.rollout.engine if role == "rollout" else self.evaluate.sampling(self.rollout).engine
+                return self.vllm.tensor_parallel_size if engine == "vllm" else 1
+            case "ref" | "actor_fwd":
+                return self.ref.ranks_per_copy
+            case "reward" if self.reward.model is not None:
+                return self.reward.model.shards
+        return 1
 
     @property
     def waits_for_others(self) -> bool:

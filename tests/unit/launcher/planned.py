@@ -55,10 +55,9 @@ def sim_run(**times: Any) -> RunConfig:
 
 
 def cost_model(config: RunConfig) -> CostModel:
-    planner = open_planner(config, devices=64, device="h100")
-    assert planner.device is not None
-    assert planner._sizes is not None
-    return CostModel(config, planner._sizes, planner.device, planner.workload)
+    costs = open_planner(config, devices=64, device="h100").costs
+    assert costs is not None
+    return costs
 
 
 def train_work(config: RunConfig, role: str = "actor") -> Work:

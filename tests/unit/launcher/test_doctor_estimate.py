@@ -78,8 +78,8 @@ def test_the_launcher_has_most_descriptors_in_a_large_run() -> None:
 def test_memory_is_counted_where_it_is() -> None:
     parts = memory_parts(preflight(roles="rollout:2,actor:1,ref:1"))
     assert parts["weight slots"] == 3 * PARAMETERS * 4
-    assert parts["training"] == 16 * PARAMETERS
-    assert parts["model copies"] == 3 * PARAMETERS * 4
+    assert parts["actor"] == 16 * PARAMETERS
+    assert (parts["rollout"], parts["ref"]) == (2 * PARAMETERS * 4, PARAMETERS * 4)
     assert parts["broadcasts"] == 0
     assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 80e6
 
@@ -88,7 +88,7 @@ def test_element_types_and_the_path_of_weights_count() -> None:
     broadcast = preflight("weightsync.path=broadcast", "model.dtype=bfloat16", roles="rollout:2,actor:1,ref:1")
     parts = memory_parts(broadcast)
     assert parts["weight slots"] == 3 * PARAMETERS * 2
-    assert parts["broadcasts"] == 3 * PARAMETERS * 2
+    assert (parts["rollout"], parts["ref"]) == (4 * PARAMETERS * 2, PARAMETERS * 2), "the next version comes meanwhile"
     wide = memory_parts(preflight("weightsync.dtype=float32", "model.dtype=bfloat16"))
     assert wide["weight slots"] == 3 * PARAMETERS * 4
 
@@ -96,31 +96,35 @@ def test_element_types_and_the_path_of_weights_count() -> None:
 @pytest.mark.parametrize(
     ("roles", "changes", "num_bytes"),
     [
-        ("rollout:1,actor:1", ("actor.autocast=bfloat16",), 18),
-        ("rollout:1,actor:2", ("actor.autocast=bfloat16",), 16),
-        ("rollout:1,actor:1", ("algorithm.name=ppo", "actor.autocast=bfloat16"), 18 + 16),
-        ("rollout:1,actor:2,critic:1", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 18),
-        ("rollout:1,actor:2", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 16),
+        ("rollout:1,actor:1,ref:1", ("actor.autocast=bfloat16",), 18),
+        ("rollout:1,actor:2,ref:1", ("actor.autocast=bfloat16",), 16),
+        ("rollout:1,actor:1,ref:1", ("algorithm.name=ppo", "actor.autocast=bfloat16"), 18 + 16),
+        ("rollout:1,actor:2,critic:1,ref:1", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 18),
+        ("rollout:1,actor:2,ref:1", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 16),
     ],
 )
 def test_one_rank_in_bfloat16_has_a_copy_of_its_weights(roles: str, changes: tuple[str, ...], num_bytes: int) -> None:
-    assert memory_parts(preflight(*changes, roles=roles))["training"] == num_bytes * PARAMETERS
+    parts = memory_parts(preflight(*changes, roles=roles))
+    assert parts["actor"] + parts.get("critic", 0) == num_bytes * PARAMETERS
 
 
 def test_policies_that_the_actor_keeps_count() -> None:
     """One for a step's later updates, the reference; without weights also one that may be older."""
     changes, roles = ("actor.tri_model=true", "actor.num_mini_batches=2"), "rollout:2,actor:1"
-    assert memory_parts(preflight(*changes, roles=roles))["policy copies"] == 2 * PARAMETERS * 4
+    assert memory_parts(preflight(*changes, roles=roles))["actor"] == (16 + 2 * 4) * PARAMETERS
     without_weights = preflight(*changes, "algorithm.off_policy.method=none", roles=roles)
-    assert memory_parts(without_weights)["policy copies"] == 3 * PARAMETERS * 4
-    assert memory_parts(preflight())["policy copies"] == 0
+    assert memory_parts(without_weights)["actor"] == (16 + 3 * 4) * PARAMETERS
+
+
+def test_a_reference_that_the_actor_hosts_counts_for_each_of_its_ranks() -> None:
+    assert memory_parts(preflight(roles="rollout:1,actor:2"))["actor"] == (16 + 2 * 4) * PARAMETERS
 
 
 def test_models_on_a_device_take_no_host_memory() -> None:
     checked = preflight(roles="rollout:2,actor:1,ref:1")
     devices = Devices("cuda", 4)
     parts = memory_parts(replace(checked, devices=devices, gangs=place_gangs(checked.config, devices)))
-    assert parts["training"] == parts["model copies"] == 0
+    assert not parts.keys() & {"actor", "rollout", "ref"}
     assert parts["weight slots"] > 0
     assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 2e9
 
@@ -191,7 +195,7 @@ def test_needs_are_split_over_nodes(tmp_path: Path) -> None:
     assert one.processes == 2 * two.processes == 8
     assert one.memory_bytes == pytest.approx(2 * two.memory_bytes, abs=10)
     assert one.descriptors == two.descriptors
-    assert one.memory_parts.startswith("processes 880 MB, training 16 MB, ")
+    assert one.memory_parts.startswith("processes 880 MB, actor 16 MB, ")
     assert (one.run_dir, one.device, one.backend, one.num_checkpoints) == (str(tmp_path / "run"), "cpu", "memory", 3)
 
 

@@ -11,7 +11,16 @@ from planned import QWEN_7B, changed, changed_vllm, sim_run
 from asyncflow.errors import ConfigError
 from launcher.plan.cost_model import find_device
 from launcher.plan.plan_report import model_sizes, open_planner
-from launcher.plan.search import _Candidate, _next, batch_sizes, check_launchable, layouts, schedules, splits
+from launcher.plan.search import (
+    Candidate,
+    _next,
+    batch_sizes,
+    check_launchable,
+    layouts,
+    schedules,
+    splits,
+    with_changes,
+)
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
@@ -25,9 +34,9 @@ def with_schedule(config: RunConfig, **settings: object) -> RunConfig:
     return config.model_copy(update={"schedule": config.schedule.model_copy(update=settings)})
 
 
-def candidate(config: RunConfig, *, bound_s: float, tensor: int, actor: int = 2) -> _Candidate:
-    split = changed_vllm(with_roles(config, rollout=8, actor=actor), tensor_parallel_size=tensor)
-    return _Candidate(split, (f"vllm.tensor_parallel_size={tensor}",), bound_s, ())
+def candidate(config: RunConfig, *, bound_s: float, tensor: int, actor: int = 2) -> Candidate:
+    layout = {"vllm.tensor_parallel_size": tensor}
+    return Candidate(with_changes(with_roles(config, rollout=8, actor=actor), layout), layout, bound_s)
 
 
 def test_the_first_of_each_size_of_instances_is_simulated_and_then_what_is_unlike(qwen: RunConfig) -> None:
@@ -45,11 +54,8 @@ def test_the_first_of_each_size_of_instances_is_simulated_and_then_what_is_unlik
 def test_an_instance_takes_no_more_than_its_part_of_what_is_in_flight() -> None:
     config = with_schedule(with_roles(sim_run(), rollout=8, actor=2), max_staleness=1, rollout_batch_size=16)
     large = config.model_copy(update={"rollout": config.rollout.model_copy(update={"batch_size": 64})})
-    assert [(each.rollout.batch_size, told) for each, told in batch_sizes(large)] == [
-        (16, ("rollout.batch_size=16",)),
-        (8, ("rollout.batch_size=8",)),
-    ]
-    assert [told for _, told in batch_sizes(config)] == [()]  # eight already
+    assert list(batch_sizes(large)) == [{"rollout.batch_size": 16}, {"rollout.batch_size": 8}]
+    assert list(batch_sizes(config)) == [{}]  # eight already
 
 
 def test_no_instance_is_planned_that_leaves_nothing_to_the_others() -> None:
@@ -64,11 +70,11 @@ def test_no_instance_is_planned_that_leaves_nothing_to_the_others() -> None:
 
 def test_vllm_divides_or_repeats_heads_of_keys_and_values(qwen: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_attention_heads": 40, "num_key_value_heads": 10}))
-    sizes = model_sizes(qwen)[0]
-    assert {config.vllm.tensor_parallel_size for config, _ in layouts(qwen, sizes, 8)} == {1, 2}
+    sizes = model_sizes(qwen)
+    assert {layout["vllm.tensor_parallel_size"] for layout in layouts(qwen, sizes, 8)} == {1, 2}
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_attention_heads": 32, "num_key_value_heads": 4}))
-    sizes = model_sizes(qwen)[0]
-    assert {config.vllm.tensor_parallel_size for config, _ in layouts(qwen, sizes, 8)} == {1, 2, 4, 8}
+    sizes = model_sizes(qwen)
+    assert {layout["vllm.tensor_parallel_size"] for layout in layouts(qwen, sizes, 8)} == {1, 2, 4, 8}
 
 
 def test_one_rank_feeds_servers(qwen: RunConfig, tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_no_more_processes_are_planned_than_the_queue_takes(qwen: RunConfig) -> 
 
 def test_deterministic_runs_are_offered_no_schedule_that_depends_on_timing() -> None:
     strict = with_schedule(sim_run().model_copy(update={"deterministic": True}), mode="periodic", max_staleness=0)
-    assert [config.schedule.mode for config, _ in schedules(strict)] == ["sync"]
+    assert list(schedules(strict)) == [{"schedule.mode": "sync"}]
 
 
 def test_roles_that_work_in_turn_share_devices_as_the_square_roots_of_their_work() -> None:
@@ -131,7 +137,7 @@ def test_roles_that_work_in_turn_share_devices_as_the_square_roots_of_their_work
 def test_what_takes_no_device_costs_none() -> None:
     planner = open_planner(sim_run(), devices=8, device=None, objective="cost")
     few, many = (
-        _Candidate(with_roles(planner.config, rollout=4, actor=2, ref=1, advantages=number), (), 1.0)
+        Candidate(with_roles(planner.config, rollout=4, actor=2, ref=1, advantages=number), {}, 1.0)
         for number in (1, 9)
     )
     assert planner._order(few) == planner._order(many)
@@ -139,7 +145,7 @@ def test_what_takes_no_device_costs_none() -> None:
 
 def test_a_hosted_reference_may_get_a_rank_of_its_own() -> None:
     planner = open_planner(sim_run(train_s_per_token=0.002, ref_s_per_token=0.001), devices=8, device=None)
-    plan = planner._plan(_Candidate(with_roles(planner.config, rollout=5, actor=3), (), 0.0, ()))
+    plan = planner._simulated(Candidate(with_roles(planner.config, rollout=5, actor=3), {}, 0.0))
     more: dict[str, Any] = planner.one_more(plan)
     assert set(more) == {"rollout:6", "actor:4", "ref:1"}
     assert more["ref:1"] < plan.step_s

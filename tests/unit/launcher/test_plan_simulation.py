@@ -50,8 +50,8 @@ def config_of(**changed: Any) -> RunConfig:
 
 
 def run(config: RunConfig, latency: Latency = FREE, *, turns: Turns | None = None, **times: Any) -> Simulated:
-    made = replace(Times.of_sim(config, prompt_tokens=0), **times)
-    return simulate(Scenario.of(config, made, latency=latency, turns=turns), steps=config.steps)
+    made = replace(Times.of_sim(config, prompt_tokens=0), latency=latency, **times)
+    return simulate(Scenario.of(config, made, turns=turns), steps=config.steps)
 
 
 def with_turns(**schedule: Any) -> RunConfig:
@@ -86,8 +86,8 @@ def test_what_follows_the_longest_response_is_in_the_bound() -> None:
     config = config_of(schedule__mode="periodic", sim__sigma=1.0, sim__decode_s_per_token=0.02)
     made = Times.of_sim(config, prompt_tokens=0)
     longest = longest_tokens(config.schedule, Scenario.of(config, made).tokens, steps=config.steps, skip=1)
-    bounds = Bounds(Workload(0, 100, 100**2, Turns()), longest, scores=True, at_full_speed=0.0)
-    bound_s = bounds.step_s(config, made, 8)
+    bounds = Bounds(Workload(0, 100, 100**2, Turns()), longest, scores=True)
+    bound_s = bounds.step_s(config, made)
     assert bound_s == pytest.approx(longest * (0.02 + 0.001 + 0.0005), rel=0.01)
     assert bound_s <= run(config).step_s(1)
 
@@ -209,10 +209,10 @@ def test_a_critic_may_limit_an_overlapped_run() -> None:
 @pytest.mark.parametrize("critic_s", [0.0005, 0.001, 0.002, 0.005])
 def test_a_critic_trains_beside_the_actor_in_the_bound_too(mode: str, critic_s: float) -> None:
     config, times = ppo(mode, critic_s=critic_s)
-    bounds = Bounds(Workload(0, 100, 100**2, Turns()), 100, scores=False, at_full_speed=0.0)
+    bounds = Bounds(Workload(0, 100, 100**2, Turns()), 100, scores=False)
     made = replace(Times.of_sim(config, prompt_tokens=0), **times, decode_s=lambda _: 0.01)
     made = replace(made, tasks={**made.tasks, "ref_log_probs": Work()})
-    assert bounds.step_s(config, made, 8) <= ppo_run(mode, critic_s=critic_s).step_s(1) * 1.001
+    assert bounds.step_s(config, made) <= ppo_run(mode, critic_s=critic_s).step_s(1) * 1.001
 
 
 def test_advantages_that_are_whitened_are_trained_once_the_last_one_is_there() -> None:
@@ -331,9 +331,9 @@ def test_when_an_instance_may_swap_is_the_runs_own(monkeypatch: pytest.MonkeyPat
 
 def test_workers_that_share_a_machine_slow_each_other_down() -> None:
     config = config_of(sim__lengths="constant")
-    times = Times.of_sim(config, prompt_tokens=0)
+    times = replace(Times.of_sim(config, prompt_tokens=0), latency=FREE)
     steps_s = [
-        simulate(Scenario.of(config, times, latency=FREE, at_full_speed=number), steps=8, further=1).step_s(2)
+        simulate(Scenario.of(config, replace(times, at_full_speed=number)), steps=8, further=1).step_s(2)
         for number in (0.0, 5.0, 1.0)
     ]
     assert steps_s[1] == pytest.approx(steps_s[0])  # five workers at five places
@@ -346,8 +346,8 @@ def test_what_the_queue_computes_slows_a_shared_machine_alone() -> None:
     times = Times.of_sim(config, prompt_tokens=0)
 
     def step_s(at_full_speed: float, request_s: float) -> float:
-        latency = replace(FREE, request_s=request_s)
-        return simulate(Scenario.of(config, times, latency=latency, at_full_speed=at_full_speed), steps=8).step_s(2)
+        slower = replace(times, latency=replace(FREE, request_s=request_s), at_full_speed=at_full_speed)
+        return simulate(Scenario.of(config, slower), steps=8).step_s(2)
 
     assert step_s(0.0, 0.1) == step_s(0.0, 0.0)
     # 16 groups are put, and leased for some 5 waves; 8 leases and puts of the reference, 4 rounds of 2 replicas

@@ -17,6 +17,7 @@ from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import device_of, find_device
 from launcher.plan.plan_report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
+from launcher.plan.search import with_changes
 from launcher.plan.world import simulate
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
@@ -34,8 +35,8 @@ def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_resp
     best = planner.plans()[0]
     assert best.config.actor.megatron.context_parallel > 1
     assert "actor.megatron.context_parallel=2" in best.changes
-    alone = [config for config, _ in planner.layouts() if config.actor.megatron.context_parallel == 1]
-    for config in alone:
+    every = [with_changes(long, layout) for layout in planner.layouts()]
+    for config in (each for each in every if each.actor.megatron.context_parallel == 1):
         with pytest.raises(ConfigError, match="a rank of actor needs"):
             planner.headroom_gb(config.model_copy(update={"roles": best.config.roles}))
 
@@ -91,7 +92,7 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
         shards = plan.config.ref.shards
         assert f"ref.shards={shards}" in plan.changes
         assert plan.config.roles["ref"] % shards == 0
-    assert {config.ref.shards for config, _ in planner.layouts()} == {2, 4, 8}
+    assert {layout["ref.shards"] for layout in planner.layouts()} == {2, 4, 8}
 
 
 def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: RunConfig) -> None:
@@ -99,7 +100,7 @@ def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: Ru
     ref = qwen.ref.model_copy(update={"engine": "megatron", "megatron": layout})
     config = qwen.model_copy(update={"ref": ref, "roles": qwen.roles | {"ref": 8}})
     planner = open_planner(config, devices=32, device="ascend-910b")
-    assert {choice.ref.megatron.tensor_parallel for choice, _ in planner.layouts()} == {2, 4}  # of 4 heads of keys
+    assert {each["ref.megatron.tensor_parallel"] for each in planner.layouts()} == {2, 4}  # of 4 heads of keys
     for plan in planner.plans():
         tensor = plan.config.ref.megatron.tensor_parallel
         assert f"ref.megatron.tensor_parallel={tensor}" in plan.changes

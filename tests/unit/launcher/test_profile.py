@@ -67,7 +67,7 @@ def seconds_of(block: Block, *, cached: bool = True) -> float:
 
 
 def measured(config: RunConfig, *, slower: float = 1.0) -> Profile:
-    blank = Profile.of(config, model_sizes(config)[0], CPU, ranks=1)
+    blank = Profile.of(config, model_sizes(config), CPU, ranks=1)
     return replace(blank, seconds={block: slower * seconds_of(block) or 0.01 for block in blank.seconds})
 
 
@@ -81,7 +81,7 @@ def test_times_are_explained_by_their_parts_and_never_by_negative_ones() -> None
 
 
 def test_a_few_layers_predict_many(config: RunConfig) -> None:
-    sizes = model_sizes(config)[0]
+    sizes = model_sizes(config)
     per_layer_gb = 2 * 24 * sizes.layer_parameters / 1e9
     blank = Profile.of(config, sizes, {**CPU, "memory_gb": 5 * per_layer_gb}, ranks=1)
     assert {block.layers for block in blank.seconds} == {0, 1, 4}
@@ -97,7 +97,7 @@ def test_a_few_layers_predict_many(config: RunConfig) -> None:
 
 
 def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_the_same(config: RunConfig) -> None:
-    sizes = model_sizes(config)[0]
+    sizes = model_sizes(config)
     blank = Profile.of(config, sizes, {**CPU, "memory_gb": 1e-6}, ranks=1)
     assert {block.layers for block in blank.seconds} == {0, 1, 2}
     few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
@@ -138,7 +138,7 @@ def test_a_profile_that_was_used_can_be_written(config: RunConfig, tmp_path: Pat
 
 
 def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(config: RunConfig) -> None:
-    sizes, _, _ = model_sizes(config)
+    sizes = model_sizes(config)
     profile = measured(config)
     alone, shared = (
         CostModel(
@@ -158,7 +158,7 @@ def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(c
 
 def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
     config = qwen_run(tmp_path)
-    sizes, _, _ = model_sizes(config)
+    sizes = model_sizes(config)
     blank = Profile.of(config, sizes, {**CPU, "memory_gb": 80.0}, ranks=4)
     links = [1.0, 3.0]
     fast, slow = (
@@ -177,7 +177,7 @@ def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
 
 
 def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunConfig) -> None:
-    sizes, _, _ = model_sizes(config)
+    sizes = model_sizes(config)
     profile = measured(config)
     with_biases = replace(profile, model={**profile.model, "num_parameters": round(1.004 * sizes.num_parameters)})
     with_biases.check(config, sizes, "mine.json")
@@ -213,7 +213,7 @@ def test_a_file_comes_back_and_is_gone_on_with(config: RunConfig, tmp_path: Path
     some.write(tmp_path / "some.json")
     read = Profile.read(tmp_path / "some.json", "--out")
     assert read == some
-    blank = Profile.of(config, model_sizes(config)[0], CPU, ranks=1)
+    blank = Profile.of(config, model_sizes(config), CPU, ranks=1)
     assert blank.joined(read, "--out some.json").seconds == some.seconds
     with pytest.raises(ConfigError, match=r"--profile .*some.json: \d+ of \d+ blocks are not measured; .* continues"):
         open_planner(config, devices=4, device="cpu", profile=tmp_path / "some.json")
