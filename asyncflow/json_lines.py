@@ -1,15 +1,12 @@
 """Files of JSON objects, one per line, that a run appends to: ledger, metrics, evaluations, timelines, samples."""
 
-#     JsonLines       appends what must not be lost: on a full disk, lines wait in memory
-#     open_spare      opens what a run can do without: on a full disk, it goes nowhere
-#     read_lines      reads a whole file into typed objects, and names the lines that are wrong
-#     readable_lines  reads a whole file leniently
-#     LineTail        reads what was appended since its last read; VersionTail: each step or evaluation once
+#     JsonLines    appends what must not be lost: on a full disk, lines wait in memory
+#     open_spare   opens what a run can do without: on a full disk, it goes nowhere
+#     LineReader   reads each complete line once, from a cursor; VersionTail: each step or evaluation once
 #
 # Files may be read while they are being written, and after a crash, which leaves at most a truncated last line.
 # Torch-free.
 
-import contextlib
 import errno
 import json
 import logging
@@ -19,16 +16,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar, overload
 
 import msgspec
 
-from asyncflow.decoding import json_decoder
+from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=msgspec.Struct, covariant=True)
+T = TypeVar("T", covariant=True)
 
 
 class JsonLines:
@@ -95,7 +92,7 @@ def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """What `read_lines` found in a file."""
+    """What `LineReader.read_lines` found."""
 
     path: Path
     lines: tuple[tuple[int, T], ...] = ()  # (line number from 1, object) of every valid line
@@ -109,79 +106,74 @@ class Lines(Generic[T]):
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
-def read_lines(path: Path, kind_of: Callable[[bytes], type[T]]) -> Lines[T]:
-    """Read a file that may still be written; a missing file holds nothing.
+_json_object = json_decoder(dict).decode
 
-    Args:
-        kind_of: line -> its type; fields that the type lacks are ignored.
 
-    Raises:
-        ConfigError: the file cannot be read.
+class LineReader(Generic[T]):
+    """Reads a file that may be missing, and may still be written: each line once, when it is complete.
+
+    `decode` makes an object of a line, e.g. `json_decoder(StepLine).decode`.
     """
-    lines: list[tuple[int, T]] = []
-    wrong: list[tuple[int, str]] = []
-    torn = False
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    lines.append((number, json_decoder(kind_of(line)).decode(line)))
-                except msgspec.ValidationError as error:
-                    wrong.append((number, str(error)))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    torn = not line.endswith(b"\n")
-                    wrong += [] if torn else [(number, f"not JSON ({error})")]
-    except FileNotFoundError:
-        return Lines(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
-    return Lines(path, tuple(lines), tuple(wrong), torn)
 
-
-def readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Read leniently: skip malformed and incomplete lines."""
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                found.append(values)
-    return found
-
-
-class LineTail:
-    """Returns every line once, when it is complete."""
-
-    def __init__(self, path: Path) -> None:
+    @overload
+    def __init__(self: "LineReader[dict[str, Any]]", path: Path) -> None: ...
+    @overload
+    def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None: ...
+    def __init__(self, path: Path, decode: Callable[[bytes], Any] = _json_object) -> None:
         self._path = path
+        self._decode = decode
         self._identity: tuple[int, int] | None = None
-        self._offset = 0
+        self._offset, self._number = 0, 1
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return the lines completed since the last call; all lines if the file was truncated or replaced."""
+    def read(self) -> list[T]:
+        """Return the objects of new lines; raises ConfigError, which names the line, if one is wrong."""
+        found = self.read_lines()
+        for number, what in found.wrong:
+            raise ConfigError(f"{found.where(number)}: {what}; repair the line, or restore the file")
+        return [line for _, line in found.lines]
+
+    def read_lines(self) -> Lines[T]:
+        """Return the lines completed since the last call; all lines if the file was truncated or replaced.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        lines: list[tuple[int, T]] = []
+        wrong: list[tuple[int, str]] = []
+        torn = False
         try:
-            facts = self._path.stat()
+            with self._path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                identity = (facts.st_dev, facts.st_ino)
+                replaced = identity != self._identity or facts.st_size < self._offset
+                offset, number = (0, 1) if replaced else (self._offset, self._number)
+                file.seek(offset)
+                for line in file:
+                    try:
+                        # What follows a whole line without a newline is that newline.
+                        if line.strip():
+                            lines.append((number, self._decode(line)))
+                    except msgspec.ValidationError as error:
+                        wrong.append((number, str(error)))
+                    except UNREADABLE as error:
+                        if torn := not line.endswith(b"\n"):
+                            break
+                        wrong.append((number, f"not JSON ({error})"))
+                    offset += len(line)
+                    number += line.endswith(b"\n")
+            self._identity, self._offset, self._number = identity, offset, number
         except FileNotFoundError:
-            return []
-        identity = (facts.st_dev, facts.st_ino)
-        if identity != self._identity or facts.st_size < self._offset:
-            self._identity, self._offset = identity, 0
-        if facts.st_size == self._offset:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        # The last line may still be being written.
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+            pass
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}; make it readable") from error
+        return Lines(self._path, tuple(lines), tuple(wrong), torn)
 
 
 class VersionTail:
     """The lines of a file that name a version (lineage and step): each one of this lineage or a later one, once."""
 
     def __init__(self, path: Path, *, lineage: int) -> None:
-        self._lines = LineTail(path)
+        self._lines = LineReader(path)
         self._lineage = lineage
         self._seen: set[tuple[int, int]] = set()
 

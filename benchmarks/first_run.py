@@ -14,7 +14,6 @@ Runs the installed commands in a temporary directory, one after another, and pri
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
+from asyncflow.json_lines import LineReader
 from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
@@ -72,8 +72,7 @@ def run_quickstart(directory: Path, *arguments: str, watch_memory: bool = False)
     if process.returncode != 0:
         raise SystemExit(f"{COMMAND.name} ended with {process.returncode}: {process.stderr and process.stderr.read()}")
     first_step_s = first_step_s or total_s  # the last look came before the first step
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    accuracy = statistics.mean(step["accuracy"] for step in steps[-5:])
+    accuracy = statistics.mean(step["accuracy"] for step in LineReader(metrics).read()[-5:])
     return Run(first_step_s, total_s, accuracy, peak / 1e9)
 
 

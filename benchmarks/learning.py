@@ -21,7 +21,6 @@ mean over seeds, and from the lowest to the highest.
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
+from asyncflow.json_lines import LineReader
 from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
@@ -80,7 +80,7 @@ def train(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{algorithm}, {schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return LineReader(directory / "metrics.jsonl").read()
 
 
 def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.checkpoint_files import HF
 from asyncflow.errors import ConfigError, RoleFailed
-from asyncflow.json_lines import LineTail
+from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, METRICS_FILE, list_checkpoints
 from launcher.checks.placement import find_devices
 from launcher.config.load_config import load_config
@@ -304,12 +304,12 @@ class Results:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """One dict per finished step, with the figures of docs/metrics.md."""
-        return LineTail(self.run_dir / METRICS_FILE).read()
+        return LineReader(self.run_dir / METRICS_FILE).read()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict per evaluation on held-out prompts."""
-        return LineTail(self.run_dir / EVALUATION_FILE).read()
+        return LineReader(self.run_dir / EVALUATION_FILE).read()
 
     @property
     def finished(self) -> bool:

@@ -77,41 +77,22 @@ __all__ = [
     "start",
 ]
 
-_HOMES = {
-    "AsyncFlowError": "asyncflow.errors",
-    "AsyncLease": "tq.client.queue_client",
-    "AsyncQueueClient": "tq.client.queue_client",
-    "CheckpointError": "asyncflow.errors",
-    "Column": "tq.columns",
-    "ConfigError": "asyncflow.errors",
-    "ControllerService": "tq.control.controller",
-    "DeadlineExceeded": "asyncflow.errors",
-    "Lease": "tq.client.lease",
-    "LeaseStream": "tq.client.lease",
-    "LocalQueue": "tq.local",
-    "LostRows": "tq.messages",
-    "NoRows": "tq.messages",
-    "NoRowsReason": "tq.messages",
-    "PackedBatch": "tq.columns",
-    "PeerRefused": "asyncflow.errors",
-    "ProducersGone": "asyncflow.errors",
-    "PutPending": "asyncflow.errors",
-    "QueueClient": "tq.client.queue_client",
-    "QueueConfig": "tq.config",
-    "QueueFull": "asyncflow.errors",
-    "Replica": "tq.client.dataloader",
-    "RowInfo": "tq.messages",
-    "RowsExist": "asyncflow.errors",
-    "StorageUnit": "tq.unit.storage",
-    "StreamingDataLoader": "tq.client.dataloader",
-    "LeaseFenced": "asyncflow.errors",
-    "TaskConfig": "tq.config",
-    "TaskSpec": "tq.policies",
-    "TransportError": "asyncflow.errors",
-    "column": "tq.columns:column_of",
-    "connect": "tq.local",
-    "start": "tq.local:LocalQueue",
+_NAMES = {
+    "asyncflow.errors": "AsyncFlowError CheckpointError ConfigError DeadlineExceeded LeaseFenced PeerRefused "
+    "ProducersGone PutPending QueueFull RowsExist TransportError",
+    "tq.client.dataloader": "Replica StreamingDataLoader",
+    "tq.client.lease": "Lease LeaseStream",
+    "tq.client.queue_client": "AsyncLease AsyncQueueClient QueueClient",
+    "tq.columns": "Column PackedBatch column",
+    "tq.config": "QueueConfig TaskConfig",
+    "tq.control.controller": "ControllerService",
+    "tq.local": "LocalQueue connect start",
+    "tq.messages": "LostRows NoRows NoRowsReason RowInfo",
+    "tq.policies": "TaskSpec",
+    "tq.unit.storage": "StorageUnit",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_NAMED_OTHERWISE = {"column": "column_of", "start": "LocalQueue"}
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -123,7 +104,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tq' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    value = getattr(import_module(module), attribute or name)
+    value = getattr(import_module(_HOMES[name]), _NAMED_OTHERWISE.get(name, name))
     globals()[name] = value
     return value

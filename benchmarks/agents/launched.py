@@ -6,10 +6,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from asyncflow.json_lines import LineReader
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "dc82d59"
@@ -75,8 +77,10 @@ def tail() -> dict[str, float]:
             "schedule.max_staleness": 2, "schedule.fill": "first_ready",
             "checkpoint.interval": 0, "actor.max_tokens_per_micro_batch": 10**6,
         })  # fmt: skip
-        ends = {line["step"]: line["time_s"] for line in _lines(run / "metrics.jsonl")}
-        groups = [line["group"] for line in _lines(run / "ledger.jsonl") if _EDGE < line["step"] <= _STEPS - _EDGE]
+        ends = {line["step"]: line["time_s"] for line in LineReader(run / "metrics.jsonl").read()}
+        groups = [
+            line["group"] for line in LineReader(run / "ledger.jsonl").read() if _EDGE < line["step"] <= _STEPS - _EDGE
+        ]
     work_s = sum(_drawing_s(group * _GROUP + member) for group in groups for member in range(_GROUP))
     return {"tail_vs_bound": work_s / _SLOTS / (ends[_STEPS - _EDGE] - ends[_EDGE])}
 
@@ -90,8 +94,8 @@ def staleness() -> dict[str, float]:
             "schedule.rollout_batch_size": 8, "rollout.samples_per_step": 8, "actor.micro_batch_size": 16,
             "checkpoint.interval": 0,
         })  # fmt: skip
-        step_of = {line["group"]: line["step"] for line in _lines(run / "ledger.jsonl")}
-        samples = [one for one in _lines(run / "samples" / "rollout-0.jsonl") if one["group"] in step_of]
+        step_of = {line["group"]: line["step"] for line in LineReader(run / "ledger.jsonl").read()}
+        samples = [one for one in LineReader(run / "samples" / "rollout-0.jsonl").read() if one["group"] in step_of]
     violations = tokens = mixed = 0
     for sample in samples:
         spans = sample["versions"]
@@ -113,7 +117,7 @@ def gap(model: Path) -> dict[str, float]:
                 "rollout.function": "talk:rollout", "schedule.mode": "sync", "rollout.max_response_tokens": 24,
                 "schedule.rollout_batch_size": 2, "actor.max_tokens_per_micro_batch": 2048, "data.chat_template": False,
             })  # fmt: skip
-            lines = _lines(run / "metrics.jsonl")
+            lines = LineReader(run / "metrics.jsonl").read()
         means[turns] = statistics.mean(line["rollout_log_prob_diff_mean"] for line in lines)
     return {"multi_turn_gap_x": means[3] / means[1], "gap_3_turns": means[3], "gap_1_turn": means[1]}
 
@@ -153,7 +157,7 @@ def _single_turn_rate(model: Path, tree: Path) -> float:
         run = launch("smollm2-arithmetic-cpu", Path(directory), {
             "model.path": str(model), "roles": {"rollout": 1, "actor": 1}, "steps": 8, "algorithm.kl_coef": 0.0,
         }, tree=tree)  # fmt: skip
-        lines = _lines(run / "metrics.jsonl")
+        lines = LineReader(run / "metrics.jsonl").read()
     tokens = sum(line["response_tokens_mean"] * line["samples"] for line in lines[2:])
     return float(tokens / (lines[-1]["time_s"] - lines[1]["time_s"]))
 
@@ -170,8 +174,3 @@ def _drawing_s(index: int) -> float:
 
 def _with_numbers(source: str, **numbers: float) -> str:
     return "".join(f"{name} = {value}\n" for name, value in numbers.items()) + source
-
-
-def _lines(path: Path) -> Sequence[dict[str, Any]]:
-    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    return lines

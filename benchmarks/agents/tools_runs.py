@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from asyncflow.json_lines import LineReader
+
 BIN = Path(sys.executable).parent
 KILL_EVERY_S = 3.0
 VICTIMS = (
@@ -98,7 +100,7 @@ def _killed(
                 done += 1
         code = run.wait()
         verified = subprocess.run([BIN / "asyncflow", "verify", run_dir], capture_output=True, text=True, check=False)
-        groups = [line["group"] for line in map(json.loads, (run_dir / "ledger.jsonl").read_text().splitlines())]
+        groups = [line["group"] for line in LineReader(run_dir / "ledger.jsonl").read()]
     if code or verified.returncode:
         raise SystemExit(f"kills: the run ended with {code}; verify says\n{verified.stdout}{verified.stderr}")
     return {
@@ -119,8 +121,7 @@ def _runs(process: "psutil.Process", module: str) -> bool:  # type: ignore[name-
 
 
 def _steps(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(LineReader(run_dir / "metrics.jsonl").read())
 
 
 def _accuracy(run_dir: Path, setting: str, *, steps: int) -> float:
@@ -130,7 +131,7 @@ def _accuracy(run_dir: Path, setting: str, *, steps: int) -> float:
     done = subprocess.run([*command, *_settings(settings)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{setting}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    lines = [json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines()]
+    lines = LineReader(run_dir / "evaluation.jsonl").read()
     return float(next(line["accuracy"] for line in lines if line["step"] == steps))
 
 

@@ -3,7 +3,6 @@
 import json
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from asyncflow.job import Job
 from asyncflow.sealed_store import SealedStore, connect_store
@@ -31,9 +30,7 @@ class LiveRun:
     def __enter__(self) -> "LiveRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def progress(self, task: str) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """A run with loggers and the same run without."""
 
-import json
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+
+from asyncflow.json_lines import LineReader
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SETTINGS = (
@@ -62,9 +63,7 @@ def _run(run_dir: Path, steps: int, *more: str) -> tuple[float, float]:
 
 
 def _times(run_dir: Path) -> list[float]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line)["step_time_s"] for line in lines if line.endswith("\n")]
+    return [line["step_time_s"] for line in LineReader(run_dir / "metrics.jsonl").read()]
 
 
 def _cpu_s(launcher: int) -> float:

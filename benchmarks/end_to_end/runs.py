@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from asyncflow.json_lines import LineReader
 from benchmarks.end_to_end.workload import RESPONSES, TOKENS, Workload, our_config, write_prompts
 
 _ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ class Lab:
         python = self.engine_pythons.get(engine, Path(sys.executable))
         arguments = [str(run_dir / "recipe.yaml"), "--run-dir", str(run_dir / "run")]
         _run([str(python), "-c", _LAUNCH, *arguments], environment={"PYTHONPATH": str(_ROOT)})
-        lines = [json.loads(line) for line in (run_dir / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = LineReader(run_dir / "run" / "metrics.jsonl").read()
         tokens = [line["response_tokens_mean"] * line["samples"] for line in lines]
         return self._rate([line["time_s"] for line in lines], tokens)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError, one_line
-from asyncflow.json_lines import LineTail, replace_text
+from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from asyncflow.run_files import EVALUATION_FILE, LOGGERS, LOGS, METRICS_FILE, SAMPLES
 from launcher.loggers.backends import COLUMNS, Histogram, LoggedRun, Logger, make_logger
@@ -72,9 +72,9 @@ class Feed:
     def __init__(self, run_dir: Path, logger: Logger, progress: Progress, path: Path) -> None:
         self._run_dir, self._logger, self._progress, self._path = run_dir, logger, progress, path
         self._save()
-        self._steps = LineTail(run_dir / METRICS_FILE)
-        self._evaluations = LineTail(run_dir / EVALUATION_FILE)
-        self._samples: dict[Path, LineTail] = {}
+        self._steps = LineReader(run_dir / METRICS_FILE)
+        self._evaluations = LineReader(run_dir / EVALUATION_FILE)
+        self._samples: dict[Path, LineReader[dict[str, Any]]] = {}
         self._rows: list[dict[str, Any]] = []
         self._histograms: dict[str, Histogram] = {}
         self._shown_at = -SHOW_EVERY_S
@@ -110,7 +110,7 @@ class Feed:
     def _show(self, now: float) -> None:
         newest, rows = self._progress.logged, self._rows
         for path in (self._run_dir / SAMPLES).glob("rollout-*.jsonl"):
-            for line in self._samples.setdefault(path, LineTail(path)).read():
+            for line in self._samples.setdefault(path, LineReader(path)).read():
                 rows.append({name: _cut(line.get(name)) for name in COLUMNS})
         ready = [row for row in rows if self._progress.shown < row["step"] <= newest]
         ready.sort(key=lambda row: (row["step"], row["group"]))

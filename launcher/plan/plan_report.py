@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import LineReader
+from asyncflow.run_files import METRICS_FILE
 from launcher.checks.models import KEY as REWARD_KEY
 from launcher.checks.preflight import check_lengths, count_parameters
 from launcher.plan.cost_model import CostModel, Workload, device_of, find_device
@@ -172,18 +174,13 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
 
 
-def _recorded(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
+def _recorded(run_dir: Path) -> Sequence[tuple[int, dict[str, Any]]]:
     """Return (line number, step) of a run's `metrics.jsonl`; empty if the run has none."""
-    path = run_dir / "metrics.jsonl"
-    try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-    except OSError as error:
-        raise ConfigError(f"--lengths {path}: {error.strerror}; name a run that can be read") from error
-    steps = []
-    for number, line in enumerate(lines, 1):
+    found = LineReader(run_dir / METRICS_FILE).read_lines()
+    for number, what in found.wrong:
         with _damaged(run_dir, number):
-            steps.append((number, dict(json.loads(line))))
-    return steps
+            raise ValueError(what)
+    return found.lines
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
 from asyncflow.extras import is_installed, pip_line
-from asyncflow.json_lines import LineTail, readable_lines
+from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, REPORT_FILE, SAMPLES
 from launcher.loggers.feed import figures
 from launcher.timeline.run_timeline import RunTimeline, account_text
@@ -30,10 +30,10 @@ def read_curves(run_dir: Path) -> Curves:
     """
     curves: dict[str, dict[int, float]] = {}
     try:
-        lines = [(line["step"], line) for line in LineTail(run_dir / METRICS_FILE).read()]
-        evaluations = LineTail(run_dir / EVALUATION_FILE).read()
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"RUN: {run_dir}: its metrics cannot be read ({error}); repair the file") from error
+        lines = [(line["step"], line) for line in LineReader(run_dir / METRICS_FILE).read()]
+        evaluations = LineReader(run_dir / EVALUATION_FILE).read()
+    except KeyError as error:
+        raise ConfigError(f"RUN: {run_dir}: a line of its metrics has no {error}; repair the file") from error
     for step, line in [*lines, *((each["step"], {"evaluation": each}) for each in evaluations)]:
         for name, value in figures(line).items():
             curves.setdefault(name, {})[step] = value
@@ -108,7 +108,7 @@ def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, numb
 
 def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
-        yield from readable_lines(path)
+        yield from (line for _, line in LineReader(path).read_lines().lines)
 
 
 def _text(line: dict[str, Any]) -> str:

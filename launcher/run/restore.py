@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.checkpoint_files import HF, CheckpointMeta, damages
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
+from asyncflow.json_lines import LineReader
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -121,8 +125,7 @@ def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
     left = [-1 if checkpoint is None else checkpoint.lineage]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         left.append(int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]))
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-        left.append(int(json.loads((run_dir / METRICS_FILE).read_bytes().splitlines()[-1])["lineage"]))
+    left += [int(line.get("lineage", -1)) for line in LineReader(run_dir / METRICS_FILE).read()]
     return max(left) + 1
 
 
@@ -186,19 +189,12 @@ def cut_lines(path: Path, last_step: int) -> None:
 
 def lines_up_to(path: Path, last_step: int) -> list[bytes]:
     """Return the lines up to `last_step`, without newlines; none for a missing file."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            # A crash may tear the last line.
-            if number == len(lines):
-                continue
-            raise ConfigError(f"{path}:{number}: not a JSON object with a step; repair or remove the line") from error
-        if step <= last_step:
-            kept.append(line)
-    return kept
+    reader = LineReader(path, lambda line: (json_decoder(_LineOfStep).decode(line).step, line.rstrip(b"\n")))
+    return [line for step, line in reader.read() if step <= last_step]
+
+
+class _LineOfStep(msgspec.Struct):
+    step: int
 
 
 def _set_newer_aside(run_dir: Path, step: int, *, suffix: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError, size_text
 from asyncflow.job import GangSpec, Job
-from asyncflow.json_lines import LineTail, replace_text
+from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, role_rows, table
@@ -238,7 +238,7 @@ class RunEnd:
             return RunEnd(run_dir, fields["lines"], fields["exit_code"], fields["time"], restarts)
         if not (run_dir / CONFIG_FILE).is_file():
             return None
-        step = max((int(line["step"]) for line in LineTail(run_dir / METRICS_FILE).read()), default=0)
+        step = max((int(line["step"]) for line in LineReader(run_dir / METRICS_FILE).read()), default=0)
         lines = (
             f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}",
             f"logs: {run_dir / LOGS}",
@@ -318,5 +318,5 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
-    lines = LineTail(run_dir / EVALUATION_FILE).read()
+    lines = LineReader(run_dir / EVALUATION_FILE).read()
     return max(lines, key=lambda line: int(line["step"]), default=None)

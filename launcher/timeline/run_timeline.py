@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from asyncflow.json_lines import readable_lines
+from asyncflow.json_lines import LineReader
 from asyncflow.run_files import TIMELINE
 
 ROLLOUTS = frozenset({"rollout", "turn"})
@@ -92,7 +92,7 @@ class RunTimeline:
         spans: dict[str, list[Span]] = {}
         recorded: dict[str, Recorded] = {}
         for path in sorted((run_dir / TIMELINE).glob("*.jsonl")):
-            lines = readable_lines(path)
+            lines = [line for _, line in LineReader(path).read_lines().lines]
             if own := sorted(filter(None, map(_span, lines)), key=_order):
                 spans[path.stem] = own
             if told := list(filter(None, map(_recorded, lines))):

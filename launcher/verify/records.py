@@ -16,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 
 from asyncflow.checkpoint_files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
-from asyncflow.json_lines import Lines, read_lines
+from asyncflow.json_lines import LineReader, Lines
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -232,9 +233,9 @@ def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
     live = running_launcher(run_dir) is not None
     found = [_checkpoint(path, readers) for path in list_checkpoints(run_dir).values()]
     checkpoints = [one for one in found if one.path.is_dir()]  # others were removed meanwhile
-    metrics = read_lines(run_dir / METRICS_FILE, lambda _: StepLine)
+    metrics = LineReader(run_dir / METRICS_FILE, json_decoder(StepLine).decode).read_lines()
     ledger = read_ledger(run_dir)
-    updates = read_lines(run_dir / UPDATES_FILE, lambda _: UpdateLine)
+    updates = LineReader(run_dir / UPDATES_FILE, json_decoder(UpdateLine).decode).read_lines()
     if live:
         # Lines of a step that the run is still training are no errors.
         last = max((line.step for _, line in metrics.lines), default=0)

@@ -1,9 +1,10 @@
 """What a run left in its directory: how far it came, and whether every group was trained once."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from asyncflow.json_lines import LineReader
 
 
 class LedgerFaults(NamedTuple):
@@ -15,11 +16,7 @@ class LedgerFaults(NamedTuple):
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete JSON lines of a file; none when it does not exist."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    return LineReader(path).read()
 
 
 def last_step(run_dir: Path) -> int:

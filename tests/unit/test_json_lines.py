@@ -1,4 +1,4 @@
-"""Files of lines that a run appends to: whole lines, also on a disk that was full for a while."""
+"""Files of lines that a run appends to: whole lines, also on a disk that was full for a while; each is read once."""
 
 import errno
 import json
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.json_lines import JsonLines
+from asyncflow.errors import ConfigError
+from asyncflow.json_lines import JsonLines, LineReader, VersionTail
 
 
 class FullDisk:
@@ -63,3 +64,67 @@ def test_lines_that_a_full_disk_refused_or_tore_are_written_later_in_order(
     lines.sync()
     assert steps(path) == [10, 11, 12, 13]
     lines.close()
+
+
+def write(path: Path, *lines: dict[str, int]) -> None:
+    """Write a file in the place of an earlier one, as a resume does."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    beside.replace(path)
+
+
+def test_reader_returns_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = LineReader(path)
+    assert reader.read() == []
+    for text, new in (
+        ('{"step": 1}\n{"st', [{"step": 1}]),
+        ('ep": 2}', [{"step": 2}]),
+        ("", []),
+        ('\n{"step": 3}\n', [{"step": 3}]),
+    ):
+        with path.open("a") as file:
+            file.write(text)
+        assert reader.read() == new
+    path.write_text('{"step": 1}\n')
+    assert reader.read() == [{"step": 1}], "a truncated file is read from its beginning"
+
+
+def test_reader_names_the_wrong_line_also_after_earlier_reads(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"step": 1})
+    reader = LineReader(path)
+    reader.read()
+    with path.open("a") as file:
+        file.write('[2]\n{"step"\n{"step": 4}\n{"step": 5')
+    found = reader.read_lines()
+    assert found.lines == ((4, {"step": 4}),)
+    assert [number for number, _ in found.wrong] == [2, 3]
+    assert found.torn
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .*repair the line"):
+        LineReader(path).read()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        LineReader(tmp_path).read()
+
+
+def test_evaluations_of_this_start_are_read_once_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.jsonl"
+    tail = VersionTail(path, lineage=1)
+    found = [{"step": step, "lineage": lineage} for step, lineage in ((0, 0), (20, 1), (10, 1))]
+    write(path, *found)
+    assert tail.read() == found[1:]
+    assert tail.read() == []
+
+
+def test_tails_follow_a_run_that_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
+    write(path, *before)
+    older, newer = VersionTail(path, lineage=0), VersionTail(path, lineage=1)
+    assert (older.read(), newer.read()) == (before, [])
+    again = {"step": 3, "lineage": 1}
+    write(path, *before[:2], again)
+    assert older.read() == newer.read() == [again]

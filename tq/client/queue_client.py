@@ -15,7 +15,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError, TransportError
@@ -178,9 +177,7 @@ class QueueClient:
     def __enter__(self) -> "QueueClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -505,9 +502,7 @@ class AsyncQueueClient:
     async def __aenter__(self) -> "AsyncQueueClient":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

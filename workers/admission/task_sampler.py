@@ -30,8 +30,9 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
-from asyncflow.json_lines import DISK_FULL, JsonLines, LineTail, read_lines
+from asyncflow.json_lines import DISK_FULL, JsonLines, LineReader
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
 from workers.calls.user_object import UserObject
 from workers.settings.data import DataConfig
@@ -196,7 +197,7 @@ class StepResults:
         is_full: Callable[[Path], bool] | None = None,
     ) -> None:
         self._is_full = is_full or _is_full
-        self._tail = LineTail(path)
+        self._reader = LineReader(path)
         self._path = path
         self._batch = batch
         self._timeout_s = timeout_s
@@ -218,21 +219,15 @@ class StepResults:
         return sorted(found)
 
     def _is_whole(self, step: int) -> bool:
-        for line in self._tail.read():
+        for line in self._reader.read():
             if line["step"] >= step:
                 self._lines.setdefault(int(line["step"]), []).append(line)
         return sum("indices" in line for line in self._lines.get(step, ())) >= self._batch
 
 
 def read_draws(path: Path) -> list[Draw]:
-    """Return the lines of `sampler.jsonl`; none if there is no file. Raises ConfigError if it cannot be read."""
-    lines = read_lines(path, lambda _: Draw)
-    if lines.wrong:
-        number, why = lines.wrong[0]
-        raise ConfigError(
-            f"{lines.where(number)}: not a draw of a sampler ({why}); restore the file, or start a new run"
-        )
-    return [draw for _, draw in lines.lines]
+    """Return the lines of `sampler.jsonl`; none if there is no file. Raises ConfigError if one is wrong."""
+    return LineReader(path, json_decoder(Draw).decode).read()
 
 
 def missing_state(path: Path) -> ConfigError:

@@ -10,8 +10,6 @@ Equal arguments must give equal rows: a group that is put again, or resumed from
 runs in a child process.
 """
 
-from types import TracebackType
-
 import msgspec
 
 from asyncflow.errors import ConfigError, UserCodeFailed
@@ -55,9 +53,7 @@ class TaskSource:
     def __enter__(self) -> "TaskSource":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def row(self, index: int) -> PromptRow:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import ConfigError
-from asyncflow.json_lines import Lines, read_lines
+from asyncflow.json_lines import LineReader, Lines
 from asyncflow.run_files import LEDGER_FILE
 
 if TYPE_CHECKING:
@@ -101,13 +102,15 @@ class Ledger:
 
 def read_ledger(run_dir: Path) -> Ledger:
     """Read a run's ledger, which may still grow. Raises ConfigError if the file cannot be read."""
-    return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
+    return Ledger(LineReader(run_dir / LEDGER_FILE, _decode).read_lines())
 
 
-def _kind_of(line: bytes) -> type[LedgerLine]:
+def _decode(line: bytes) -> LedgerLine:
     if b'"dead_letter"' in line:
-        return DeadLetterLine
-    return FilteredLine if b'"filtered"' in line else TrainedLine
+        return json_decoder(DeadLetterLine).decode(line)
+    if b'"filtered"' in line:
+        return json_decoder(FilteredLine).decode(line)
+    return json_decoder(TrainedLine).decode(line)
 
 
 def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
@@ -118,10 +121,8 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
     first_ready`. Raises ConfigError if the ledger cannot be read, or does not name as many groups as these steps have.
     """
     path = run_dir / LEDGER_FILE
-    ledger = read_lines(path, lambda _: LedgerKey)
-    if ledger.wrong:
-        raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
-    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.replaced}
+    lines = LineReader(path, json_decoder(LedgerKey).decode).read()
+    groups = {line.group for line in lines if line.step <= completed and not line.replaced}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
@@ -134,5 +135,5 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
 def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
     """Return the ids of the groups known to be filtered out when step `completed` was finished. Raises ConfigError if
     the ledger cannot be read."""
-    ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
-    return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)
+    lines = LineReader(run_dir / LEDGER_FILE, json_decoder(LedgerKey).decode).read()
+    return frozenset(line.group for line in lines if line.step <= completed and line.filtered)

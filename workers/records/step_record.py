@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncflow.errors import TrainingDiverged
-from asyncflow.json_lines import JsonLines, LineTail
+from asyncflow.json_lines import JsonLines, LineReader
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.columns import PackedBatch
 from tq.refill import Refill
@@ -211,7 +211,7 @@ class LengthMean:
     def so_far(metrics: Path) -> "LengthMean":
         """Return the mean over the steps in `metrics.jsonl`, which may be missing."""
         mean = LengthMean()
-        for step in LineTail(metrics).read():
+        for step in LineReader(metrics).read():
             mean.add(step["response_tokens_mean"], step["samples"])
         return mean
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.errors import UserCodeFailed
-from asyncflow.json_lines import JsonLines, LineTail
+from asyncflow.json_lines import JsonLines, LineReader
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
@@ -304,7 +304,7 @@ def evaluation_line(
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:
     """Return the steps in a run's file, which the launcher has cut to complete lines of the surviving lineage."""
-    return frozenset(int(line["step"]) for line in LineTail(run_dir / EVALUATION_FILE).read())
+    return frozenset(int(line["step"]) for line in LineReader(run_dir / EVALUATION_FILE).read())
 
 
 def due_steps(*, interval: int, last: int) -> list[int]:

@@ -213,10 +213,10 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
     assert drawn.count(10) == pytest.approx(300, abs=40)
     assert drawn == [lengths(row) for row in range(400)]
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"histograms": {"resp')
+        file.write('{"histograms": {"resp\n')
     with pytest.raises(ConfigError, match=r"--lengths .*: line 3 of metrics.jsonl is damaged"):
         recorded_lengths(tmp_path, seed=0)
-    for damaged in (b"\xff\xfe", b'{"histograms": null}', b'{"histograms": {"response_tokens": {"long": 1}}}'):
+    for damaged in (b"\xff\xfe\n", b'{"histograms": null}', b'{"histograms": {"response_tokens": {"long": 1}}}'):
         (tmp_path / "metrics.jsonl").write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"--lengths .*: line 1 of metrics.jsonl is damaged"):
             recorded_lengths(tmp_path, seed=0)

@@ -1,6 +1,5 @@
 """What the user reads while a run goes on."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
-from asyncflow.json_lines import VersionTail
 from launcher.process.progress import (
     Progress,
     Status,
@@ -137,15 +135,6 @@ def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFix
     assert "held-out accuracy: 0.950 (0.764 to 0.991) at step 10" in lines
 
 
-def test_evaluations_of_this_start_are_read_once_in_any_order(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.jsonl"
-    tail = VersionTail(path, lineage=1)
-    found = [{"step": step, "lineage": lineage} for step, lineage in ((0, 0), (20, 1), (10, 1))]
-    path.write_text("".join(json.dumps(line) + "\n" for line in found))
-    assert tail.read() == found[1:]
-    assert tail.read() == []
-
-
 def test_missing_figures_are_left_out() -> None:
     assert step_line({"step": 1, "accuracy": None}, 2) == "step 1/2  "
 
@@ -189,31 +178,6 @@ def test_a_failure_without_a_checkpoint_is_not_told_to_be_resumed() -> None:
 def test_resume_line_can_be_pasted_into_a_shell() -> None:
     lines = final_lines(75, "stopped", step=1, last_step=2, elapsed_s=1.0, run_dir=Path("my runs/x"), resumable=True)
     assert "resume with: asyncflow-launch --resume 'my runs/x'" in lines
-
-
-def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = VersionTail(path, lineage=0)
-    assert tail.read() == []
-    path.write_text('{"step": 1}\n{"st')
-    assert tail.read() == [{"step": 1}]
-    with path.open("a") as file:
-        file.write('ep": 2}\n')
-    assert tail.read() == [{"step": 2}]
-    assert tail.read() == []
-
-
-def test_tail_skips_steps_of_earlier_lineages_and_survives_the_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    old = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in old))
-    tail = VersionTail(path, lineage=1)
-    assert tail.read() == []
-    beside = tmp_path / "cut"
-    new = {"step": 3, "lineage": 1}
-    beside.write_text("".join(json.dumps(line) + "\n" for line in [*old[:2], new]))
-    beside.replace(path)
-    assert tail.read() == [new]
 
 
 def test_status_takes_what_it_knows() -> None:
@@ -266,15 +230,3 @@ def test_run_goes_on_when_nobody_reads_the_output(
             progress.note("stopping")
         print_line("done")
         assert Path(f"/proc/self/fd/{out.fileno()}").readlink() == Path(os.devnull)
-
-
-def test_tails_follow_a_run_that_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    before = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in before))
-    steps, evaluations = VersionTail(path, lineage=0), VersionTail(path, lineage=0)
-    assert steps.read() == before and evaluations.read() == before
-    after = [*before[:1], {"step": 2, "lineage": 1}]
-    path.with_suffix(".new").write_text("".join(json.dumps(line) + "\n" for line in after))
-    path.with_suffix(".new").replace(path)
-    assert steps.read() == evaluations.read() == after[1:]
