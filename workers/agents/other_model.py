@@ -8,12 +8,11 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
-from workers.agents.turns import Message
+from workers.agents.turns import Message, Utterance
 from workers.settings.openai import read_api_key
 from workers.settings.rollout import ServedModelConfig
 
@@ -38,29 +37,6 @@ _NO_ANSWER = 0
 _PASSING = frozenset({_NO_ANSWER, 408, 429, *range(500, 600)})
 _LONGEST_PAUSE_S = 30.0
 _SHOWN = 300
-
-
-@dataclass(frozen=True)
-class Utterance:
-    """What a model said.
-
-    Attributes:
-        message: OpenAI format.
-        finish_reason: `stop`, `length` or `tool_calls`; other servers have more.
-    """
-
-    message: Message
-    finish_reason: str
-
-    @property
-    def text(self) -> str:
-        """The content, or ""."""
-        return self.message.get("content") or ""
-
-    @property
-    def tool_calls(self) -> list[Message]:
-        """Tool calls in OpenAI format."""
-        return list(self.message.get("tool_calls") or ())
 
 
 class OtherModel:

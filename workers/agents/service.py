@@ -29,7 +29,7 @@ from workers.agents.attempt import BudgetIsSpent, Run
 from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.turns import ChatRequest, Completion
+from workers.agents.turns import ChatRequest, Reply
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
@@ -145,13 +145,13 @@ class Service:
 
     # Requests from the gateway.
 
-    async def complete(self, key: str, request: ChatRequest) -> Completion:
+    async def complete(self, key: str, request: ChatRequest) -> Reply:
         """Have the policy reply in the session of `key`; see `Run.complete`. Raises SessionGone if the session has
         ended, also because a budget is spent."""
         run = self._run_of(key)
         try:
             with _refusing_tools():
-                return (await run.complete(request, None, draw=self._draw))[1]
+                return await run.complete(request, draw=self._draw)
         except BudgetIsSpent as error:
             self._cut(run)
             raise SessionGone(str(error)) from error
@@ -213,10 +213,8 @@ class Service:
             _keep(self._work[run], self._answer(worker, run, ask))
 
     async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
-        request = ChatRequest(ask.messages, ask.tools, ask.max_tokens, tuple(ask.stop))
         try:
-            node, reply = await run.complete(request, ask.prompt, draw=self._draw)
-            worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
+            worker.send(Told(ask.number, await run.complete(ask.request, draw=self._draw)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates may raise anything at messages that they do not expect

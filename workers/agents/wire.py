@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncflow.decoding import msgpack_decoder
-from workers.agents.turns import Message
+from workers.agents.turns import ChatRequest, Message, Reply
 from workers.calls.frames import frame, read_frame
 from workers.settings.data import TemplateSettings
 
@@ -212,26 +212,18 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy reply to a conversation (`messages`, `tools`), or continue tokens (`prompt`)."""
+    """Have the policy reply."""
 
     number: int  # of the call
     run: int
-    messages: list[Message]
-    tools: list[Message] | None
-    prompt: list[int] | None
-    max_tokens: int | None  # None: `rollout.max_response_tokens`
-    stop: list[str]  # texts that end the reply
+    request: ChatRequest
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
     """The reply to an `Ask`."""
 
     number: int
-    node: int  # identifies what was drawn; `Done` refers to it
-    # message, finish_reason: OpenAI format
-    message: Message
-    finish_reason: str
-    token_ids: list[int]
+    reply: Reply
 
 
 class NotTold(msgspec.Struct, frozen=True, tag=True):

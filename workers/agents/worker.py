@@ -34,10 +34,10 @@ from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent, limit_resources
-from workers.agents.api import Context, Model, Reply, Sample, Tool, load_tools, task_of
+from workers.agents.api import Context, Model, Sample, Tool, load_tools, task_of
 from workers.agents.other_model import OtherModel
 from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
-from workers.agents.turns import ChatRequest
+from workers.agents.turns import ChatRequest, Reply
 from workers.agents.wire import (
     Ask,
     Begun,
@@ -137,7 +137,7 @@ class Worker:
     def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
         self._channel = channel
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[Told]] = {}
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._in_line: deque[Start] = deque()
         self._came = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -159,7 +159,7 @@ class Worker:
                 case Stop():
                     self._stop(message.run)
                 case Told():
-                    self._settle(message.number, message)
+                    self._settle(message.number, message.reply)
                 case NotTold():
                     error = BudgetSpent(message.text) if message.budget else UserCodeFailed(message.text)
                     self._settle(message.number, error)
@@ -199,27 +199,24 @@ class Worker:
             self._in_line.remove(start)
             self._channel.send(Raised(run, "it was stopped before it began"))
 
-    async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
+    async def ask(self, run: int, request: ChatRequest) -> Reply:
         self._number += 1
         number = self._number
-        waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
         try:
-            prompt = None if token_ids is None else list(token_ids)
-            stop = list(request.stop)
-            self._channel.send(Ask(number, run, request.messages, request.tools, prompt, request.max_tokens, stop))
-            told = await waiting
-            return Reply(told.message, told.finish_reason, told.token_ids, told.node, run)
+            self._channel.send(Ask(number, run, request))
+            return await waiting
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not representable in msgpack
             raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
         finally:
             self._waiting.pop(number, None)
 
-    def _settle(self, number: int, outcome: Told | Exception) -> None:
+    def _settle(self, number: int, outcome: Reply | Exception) -> None:
         waiting = self._waiting.get(number)
         if waiting is None or waiting.done():
             return
-        if isinstance(outcome, Told):
+        if isinstance(outcome, Reply):
             waiting.set_result(outcome)
         else:
             waiting.set_exception(outcome)

@@ -315,22 +315,30 @@ class CallPool:
         self._thread.start()
 
     def until_ready(self) -> None:
-        """Wait for the first child.
+        """Wait for the first child; close the pool if there is none.
 
         Raises:
             ConfigError: the function cannot be imported.
             UserCodeNotStarted: the process did not start, twice.
         """
-        self._ready.result()
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, *arguments: Any, on: str) -> "Future[Any]":
         """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`. The future
-        raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes."""
+        raises `UserCodeFailed`, naming function and arguments (or why the function cannot be imported), and is
+        cancelled when the pool closes."""
         call = _Call(arguments, on, Future())
         # Under the lock: `close` must not end the loop between the check and the scheduling.
         with self._lock:
-            if self._closed:
+            if self._closed and self._refusal is not None:
+                call.outcome.set_exception(self._refusal)
+            elif self._closed:
                 call.outcome.cancel()
+            if self._closed:
                 return call.outcome
             self._calls.add(call)
             self._loop.call_soon_threadsafe(self._add, call)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers, worker
 from workers.agents.service import Service
+from workers.agents.turns import Reply
 from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
@@ -131,8 +132,8 @@ class Owner:
 
     def asked(self, worker: UserWorker, ask: Ask) -> None:
         self.asks.append(ask)
-        message = {"role": "assistant", "content": ask.messages[-1]["content"] + "!"}
-        worker.send(Told(ask.number, len(self.asks), message, "stop", [1, 2]))
+        message = {"role": "assistant", "content": ask.request.messages[-1]["content"] + "!"}
+        worker.send(Told(ask.number, Reply(message, "stop", [1, 2], len(self.asks), ask.run)))
 
     def begun(self, worker: UserWorker, message: Begun) -> None:
         self.began.append(message.run)
