@@ -40,7 +40,6 @@ class Run:
         self.ended = False
         self.spent = False
         self._setup = setup
-        self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
         # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}

@@ -31,6 +31,7 @@ from asyncflow.errors import printable
 from asyncflow.process import die_with_parent, limit_resources
 from asyncflow.repeated import RepeatedWarnings
 from workers.agents.wire import Setup, Start
+from workers.calls.child_process import ended_how
 from workers.rewards.base import reward_of
 
 _NO_ANSWER = 0
@@ -185,10 +186,6 @@ async def _follow(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and child processes that it left behind
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-
-
-def ended_how(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 class _Output:

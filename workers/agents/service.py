@@ -1,6 +1,6 @@
 """The session service of one instance: holds its rollouts' conversations, between user code and the engine.
 
-    python -u -P -m workers.agents.service PARENT_PID SOCKET
+    python -m workers.agents.service PARENT_PID SOCKET
 
     engine process <--- tokens ---> service <--- messages ---> user workers, agents behind the gateway
 
@@ -11,10 +11,8 @@ others restart for free. The service dies with the engine process, and its worke
 
 import asyncio
 import logging
-import os
 import shutil
 import socket
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +22,7 @@ from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
-from asyncflow.process import die_with_parent, end_session_with_me
+from asyncflow.process import end_session_with_me
 from workers.agents.attempt import BudgetIsSpent, Run
 from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
@@ -36,8 +34,6 @@ from workers.agents.wire import (
     Ask,
     Begin,
     Begun,
-    Broken,
-    Channel,
     Done,
     Draw,
     Drawn,
@@ -46,6 +42,7 @@ from workers.agents.wire import (
     NotDrawn,
     NotStarted,
     NotTold,
+    PendingReplies,
     Ping,
     Pong,
     ProcessorTime,
@@ -60,7 +57,7 @@ from workers.agents.wire import (
     Warned,
 )
 from workers.agents.worker import NOBODY
-from workers.calls.child import outlive_stop_signals
+from workers.calls.child_process import Channel, Refused, parent_socket
 
 if TYPE_CHECKING:
     from workers.agents.gateway import Gateway
@@ -92,8 +89,7 @@ class Service:
         self._work: dict[Run, set[asyncio.Task[None]]] = {}  # tasks of a run in this process: its calls, or its program
         self._deadlines: dict[Run, asyncio.TimerHandle] = {}
         self._num_runs = 0
-        self._drawing: dict[int, asyncio.Future[Drawn]] = {}
-        self._num_calls = 0
+        self._drawing: PendingReplies[Drawn] = PendingReplies()
         self._cpu = ProcessorTime()
         self._replacing: set[asyncio.Task[None]] = set()
         self._num_deaths = 0
@@ -125,9 +121,9 @@ class Service:
                 case Ping():
                     self._engine.send(Pong())
                 case Drawn():
-                    self._settle(message.call, message)
+                    self._drawing.settle(message.call, message)
                 case NotDrawn():
-                    self._settle(message.call, BadAgentRequest("messages", message.text))
+                    self._drawing.settle(message.call, BadAgentRequest("messages", message.text))
 
     async def close(self) -> None:
         """Stop all rollouts, workers and the gateway; call after `serve` has returned."""
@@ -179,29 +175,15 @@ class Service:
         return run
 
     async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
-        self._num_calls += 1
-        call = self._num_calls
-        drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
-        self._drawing[call] = drawn
-        stop_ids = list(self._renderer.stop_ids)
-        self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
-        try:
-            return await drawn
-        except asyncio.CancelledError:
-            # Nobody wants these tokens any longer: free the engine's place.
-            self._engine.send(Undraw(call))
-            raise
-        finally:
-            del self._drawing[call]
-
-    def _settle(self, call: int, outcome: Drawn | Exception) -> None:
-        waiting = self._drawing.get(call)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(outcome, Drawn):
-            waiting.set_result(outcome)
-        else:
-            waiting.set_exception(outcome)
+        with self._drawing.call() as (call, drawn):
+            stop_ids = list(self._renderer.stop_ids)
+            self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
+            try:
+                return await drawn
+            except asyncio.CancelledError:
+                # Nobody wants these tokens any longer: free the engine's place.
+                self._engine.send(Undraw(call))
+                raise
 
     # Messages from user workers.
 
@@ -274,7 +256,7 @@ class Service:
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)
-        self._engine.send(Broken(f"a process of rollout functions did not start again: {why}"))
+        self._engine.send(Refused(f"a process of rollout functions did not start again: {why}"))
 
     async def _add_worker(self) -> None:
         self._workers.append(await UserWorker.start(self._setup, self))
@@ -392,14 +374,12 @@ async def serve(connection: socket.socket) -> None:
     engine: Channel[FromService, ToService] = await Channel.open(connection, ToService)
     setup = await engine.receive()
     assert isinstance(setup, Setup)
-    # User modules resolve as in the engine process (`-P` left out the working directory).
-    sys.path[:] = map(os.fsdecode, setup.path)
     service = None
     try:
         service = Service(engine, setup)
         await service.serve()
     except ConfigError as error:
-        engine.send(Broken(str(error)))
+        engine.send(Refused(str(error)))
         await engine.drain()
     except UserCodeNotStarted as error:
         logger.warning("%s", error)
@@ -412,13 +392,9 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    parent_pid, descriptor = (int(text) for text in sys.argv[1:])
-    die_with_parent(parent_pid)
-    outlive_stop_signals()
+    connection = parent_socket()
     end_session_with_me()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
     asyncio.run(serve(connection))
 
 

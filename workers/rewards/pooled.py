@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.calls.pool import CallPool, Entry
+from workers.calls.pool import CallPool, Entry, converted
 from workers.calls.user_function import Callee, excerpt, is_async, load_function
 from workers.rewards.base import Response, Score, as_rewards, as_score
 from workers.rewards.math import VerifiedMath
@@ -261,11 +261,8 @@ class PooledReward(_RewardPool):
 
     def score(self, one: Response) -> "Future[Score]":
         """Score one response; the future raises `UserCodeFailed` if there is no score."""
-        score: Future[Score] = Future()
-        score.set_running_or_notify_cancel()
         pending = self.submit(*vars(one).values(), on=f"response {excerpt(one.response)}")
-        pending.add_done_callback(lambda done: _pass_on(done, score))
-        return score
+        return converted(pending, lambda done: Score(**done.result()))
 
     def __call__(self, one: Response) -> Score:
         return self.score(one).result()
@@ -299,13 +296,6 @@ def _entry(config: RewardConfig) -> Entry:
     if config.function == "math_verify":
         return Entry(f"{_ENTRIES}:verified_math", memory_bytes=_MEMORY_BYTES)
     return Entry(f"{_ENTRIES}:user_reward", {"name": config.function})
-
-
-def _pass_on(done: "Future[dict[str, Any]]", score: "Future[Score]") -> None:
-    try:
-        score.set_result(Score(**done.result()))
-    except Exception as error:  # noqa: BLE001  whoever waits for the score raises it; also if the pool was closed
-        score.set_exception(error)
 
 
 # A scorer behind HTTP (`reward.function: http://host:port/score`): responses are posted in batches as they finish.

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from asyncflow.errors import UserCodeFailed
 from asyncflow.repeated import RepeatedWarnings
 from tq.columns import Column
+from workers.calls.pool import converted
 from workers.data.tokenizer import TextDecoder
 from workers.rewards.base import NO_FIELDS, Response, Score
 from workers.rewards.load_reward import load_reward
@@ -263,28 +264,25 @@ class GroupReward:
         has a reward, as when `reward.function` fails. The same goes for a partial group, which a crash in the middle of
         a put may leave behind.
         """
-        rewarded: Future[Sequence[ScoredResponse]] = Future()
         seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
         if not seen or len(scores) < self._group_size:
-            rewarded.set_result(_changed(scores, seen, _CUT))
-            return rewarded
+            cut: Future[Sequence[ScoredResponse]] = Future()
+            cut.set_result(_changed(scores, seen, _CUT))
+            return cut
         first = scores[0]
         members = [_member(rollouts[k], scores[k]) for k in seen]
         token_ids = [array("i", rollouts[k].drawn.tolist()).tobytes() for k in seen]
         pending = self._pool.reward(first.prompt, first.ground_truth, task, members, token_ids)
 
-        def settle(done: "Future[list[float]]") -> None:
+        def settled(done: "Future[list[float]]") -> Sequence[ScoredResponse]:
             try:
-                rewarded.set_result(_changed(scores, seen, done.result()))
+                return _changed(scores, seen, done.result())
             except UserCodeFailed as error:  # costs one group, not the run
                 self._warnings.warn(f"{error}; its responses have no weight")
                 self._failed(str(error))
-                rewarded.set_result(_changed(scores, seen, str(error)))
-            except Exception as error:  # noqa: BLE001  boundary of a thread: the caller of `result` raises it
-                rewarded.set_exception(error)
+                return _changed(scores, seen, str(error))
 
-        pending.add_done_callback(settle)
-        return rewarded
+        return converted(pending, settled)
 
     def close(self) -> None:
         self._pool.close()

@@ -25,7 +25,7 @@ def setup_of(**changed: Any) -> Setup:
     settings: dict[str, Any] = {
         "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
         "function": None, "agent": None, "command": [], "tools": [], "timeout_s": 60.0, "max_turns": 0, "max_tokens": 0,
-        "max_context": 0, "max_response_tokens": 8, "max_attempts": 1, "num_workers": 1, "path": [], "scratch": "",
+        "max_context": 0, "max_response_tokens": 8, "max_attempts": 1, "num_workers": 1, "scratch": "",
     }  # fmt: skip
     return Setup(**settings | changed)
 

@@ -1,8 +1,6 @@
 """Processes of users' rollout functions: real ones, with a policy that echoes."""
 
 import asyncio
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from workers.agents.turns import Reply
 from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
+from workers.calls import child_process
 
 MODULE = """
 import asyncio, os, sys, time
@@ -117,9 +116,10 @@ def plain(task, model, context):
 
 
 @pytest.fixture
-def users(tmp_path: Path) -> Iterator[Path]:
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rollouts.py").write_text(MODULE)
-    yield tmp_path
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
 class Owner:
@@ -152,8 +152,7 @@ def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Se
     return Setup(
         model_dir="", renderer=None, function=f"my_rollouts:{function}", agent=None, command=[], tools=[],
         timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
-        path=[str(users).encode(), *(place.encode() for place in sys.path)], scratch=str(users),
-        stall_timeout_s=stall_timeout_s,
+        scratch=str(users), stall_timeout_s=stall_timeout_s,
     )  # fmt: skip
 
 
@@ -239,7 +238,7 @@ def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
             await asyncio.sleep(0.01)
         turn = self._last_pong
         while self._last_pong == turn:
-            self._channel.send(user_workers.Ping())
+            self.send(user_workers.Ping())
             await asyncio.sleep(0.01)
         decides.set()
         return stacks[-1]
@@ -405,7 +404,7 @@ def test_a_service_that_closes_does_not_wait_for_workers_that_are_being_replaced
 def test_a_process_that_takes_long_to_import_has_not_started_and_is_no_mistake(
     users: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_workers, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(child_process, "START_TIMEOUT_S", 2.0)
     (users / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     setup = replace(setup_of(users, "odd"), function="endless:rollout")
     with pytest.raises(UserCodeNotStarted, match="took longer than 2 s"):
