@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncflow.clock import awake_slices
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.process import STOP_SIGNALS, die_with_parent
@@ -269,6 +268,8 @@ class ChildProcess(Generic[S, R]):
 
 async def done_within(future: "asyncio.Future[Any]", timeout_s: float) -> bool:
     """Wait for a future and return whether it is done; time in which this process was stalled does not count."""
+    from asyncflow.clock import awake_slices  # only for parents: children import no more than they need
+
     for slice_s in awake_slices(timeout_s):
         if (await asyncio.wait({future}, timeout=slice_s))[0]:
             return True

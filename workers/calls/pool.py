@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed, UserCodeNotStarted, one_line
-from workers.calls.child import Ask, Cancel, Cancelled, Load, Outcome, Raised, Returned, ToChild, ToPool, Unusable
-from workers.calls.child_process import RESPONSE_S, ChildDied, ChildProcess, Loaded, done_within
+from workers.calls.child import Ask, Cancel, Load, Raised, Returned, ToChild, ToPool, Unusable
+from workers.calls.child_process import RESPONSE_S, ChildDied, ChildProcess, Loaded, Refused, done_within
 
 # One child of a pool, and its calls in flight. Used inside the pool's loop only.
 
@@ -51,7 +51,7 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
     def __init__(self) -> None:
         super().__init__("workers.calls.child", ToPool)
         self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[Outcome | Cancelled]] = {}
+        self._replies: dict[int, asyncio.Future[ToPool]] = {}
         self._alone = False
         self._reading: asyncio.Task[None] | None = None
         self.is_async = False
@@ -137,8 +137,8 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
             raise ChildDied
 
     async def _read(self) -> None:
-        while isinstance(reply := await self.receive(), Outcome | Cancelled):
-            waiting = self._replies.get(reply.number)
+        while (reply := await self.receive()) is not None:
+            waiting = None if isinstance(reply, Loaded | Refused) else self._replies.get(reply.number)
             if waiting is not None and not waiting.done():
                 waiting.set_result(reply)
         self.kill()
