@@ -28,7 +28,7 @@ from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.turns import ChatRequest, Reply
-from workers.agents.user_workers import UserWorker, WorkerDeath
+from workers.agents.user_workers import Heard, UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
     Ask,
@@ -187,12 +187,21 @@ class Service:
 
     # Messages from user workers.
 
-    def asked(self, worker: UserWorker, ask: Ask) -> None:
-        run = self._runs.get(ask.run)
-        if run is None:
-            worker.send(NotTold(ask.number, "this rollout has ended", budget=True))
-        else:
-            _keep(self._work[run], self._answer(worker, run, ask))
+    def _heard(self, worker: UserWorker, message: Heard) -> None:
+        run = self._runs.get(message.run)
+        match message:
+            case WorkerDeath():
+                self._bury(worker, message)
+            case Ask() if run is None:
+                worker.send(NotTold(message.number, "this rollout has ended", budget=True))
+            case Ask() if run is not None:
+                _keep(self._work[run], self._answer(worker, run, message))
+            case Begun() if run is not None:  # the function was called: its time begins
+                self._set_deadline(run)
+            case Done() if run is not None:
+                self._finish(run, message, spent=run.spent)
+            case Raised() if run is not None:
+                self._ended_by(run, message)
 
     async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
         try:
@@ -204,20 +213,7 @@ class Service:
             text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
             worker.send(NotTold(ask.number, printable(text), budget=False))
 
-    def begun(self, worker: UserWorker, message: Begun) -> None:
-        """The function was called: its time begins."""
-        if (run := self._runs.get(message.run)) is not None:
-            self._set_deadline(run)
-
-    def done(self, worker: UserWorker, message: Done) -> None:
-        run = self._runs.get(message.run)
-        if run is not None:
-            self._finish(run, message, spent=run.spent)
-
-    def raised(self, worker: UserWorker, message: Raised) -> None:
-        run = self._runs.get(message.run)
-        if run is None:
-            return
+    def _ended_by(self, run: Run, message: Raised) -> None:
         if message.spent or run.spent:
             self._cut(run)
         elif message.skipped:
@@ -226,7 +222,7 @@ class Service:
         else:
             self._fail(run, message.text)
 
-    def died(self, worker: UserWorker, death: WorkerDeath) -> None:
+    def _bury(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: restart its rollouts in other workers."""
         if worker not in self._workers:  # we ended it
             return
@@ -259,7 +255,7 @@ class Service:
         self._engine.send(Refused(f"a process of rollout functions did not start again: {why}"))
 
     async def _add_worker(self) -> None:
-        self._workers.append(await UserWorker.start(self._setup, self))
+        self._workers.append(await UserWorker.start(self._setup, self._heard))
         self._worker_came.set()
 
     # Lifecycle of a run.

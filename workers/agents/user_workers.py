@@ -6,9 +6,9 @@ import mmap
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import worker as worker_module
@@ -45,36 +45,20 @@ class WorkerDeath:
     run: int
 
 
-class Owner(Protocol):
-    """Receives a worker's messages."""
-
-    def asked(self, worker: "UserWorker", ask: Ask) -> None:
-        """A rollout wants a reply."""
-
-    def begun(self, worker: "UserWorker", message: Begun) -> None:
-        """A rollout function was called."""
-
-    def done(self, worker: "UserWorker", message: Done) -> None:
-        """A rollout function returned."""
-
-    def raised(self, worker: "UserWorker", message: Raised) -> None:
-        """A rollout function raised."""
-
-    def died(self, worker: "UserWorker", death: WorkerDeath) -> None:
-        """The worker is gone, with all its rollouts."""
+Heard = Ask | Begun | Done | Raised | WorkerDeath
 
 
 class UserWorker(ChildProcess[ToWorker, FromWorker]):
     """One worker process; used in the service's event loop. `alive`: it accepts rollouts."""
 
-    def __init__(self, owner: Owner, *, stall_timeout_s: float) -> None:
+    def __init__(self, tell: "Callable[[UserWorker, Heard], None]", *, stall_timeout_s: float) -> None:
         # Shared with the worker: the mark, followed by the worker's stack when requested.
         self._page = os.memfd_create("rollout", os.MFD_CLOEXEC)
         os.ftruncate(self._page, MARK.size)
         os.pwrite(self._page, MARK.pack(NOBODY, 0), 0)
         self._mark = mmap.mmap(self._page, MARK.size)
         super().__init__("workers.agents.worker", FromWorker, self._page)
-        self._owner = owner
+        self._tell = tell
         self._stall_timeout_s = stall_timeout_s
         self._rollouts: dict[int, str] = {}  # run -> its scratch directory
         self._ending: dict[int, asyncio.TimerHandle] = {}
@@ -87,8 +71,9 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         self.alive = True
 
     @staticmethod
-    async def start(setup: Setup, owner: Owner) -> "UserWorker":
-        """Start a process and have it import the user's function.
+    async def start(setup: Setup, tell: "Callable[[UserWorker, Heard], None]") -> "UserWorker":
+        """Start a process and have it import the user's function; `tell` is called with what its rollouts say, and
+        last with its death.
 
         Raises:
             ConfigError: the function is unusable.
@@ -96,7 +81,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
                 short, which is not the function's fault.
             OSError: no process can be started at the moment.
         """
-        worker = UserWorker(owner, stall_timeout_s=setup.stall_timeout_s)
+        worker = UserWorker(tell, stall_timeout_s=setup.stall_timeout_s)
         try:
             await worker.load(setup)
         except TimeoutError as error:
@@ -164,18 +149,12 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
 
     def _heard(self, message: FromWorker) -> None:
         match message:
-            case Ask():
-                self._owner.asked(self, message)
-            case Begun():
-                self._owner.begun(self, message)
-            case Done():
-                if self._ended(message.run):
-                    self._owner.done(self, message)
-            case Raised():
-                if self._ended(message.run):
-                    self._owner.raised(self, message)
             case Pong():
                 self._last_pong = self._last_turn = asyncio.get_running_loop().time()
+            case Ask() | Begun():
+                self._tell(self, message)
+            case Done() | Raised() if self._ended(message.run):
+                self._tell(self, message)
 
     async def _bury(self) -> None:
         """Clean up after the process, and report whose fault its death was."""
@@ -190,7 +169,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         is_full = self.exit_code == OUT_OF_MEMORY
         how = "ran out of memory (rollout.max_memory_gb)" if is_full else ended_how(self.exit_code)
         culprit = marked if self._culprit is None else self._culprit
-        self._owner.died(self, WorkerDeath(self._how or how, culprit))
+        self._tell(self, WorkerDeath(self._how or how, culprit))
         for scratch in self._rollouts.values():
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 

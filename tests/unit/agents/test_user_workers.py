@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers, worker
 from workers.agents.service import Service
 from workers.agents.turns import Reply
-from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
+from workers.agents.user_workers import Heard, UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
 from workers.calls import child_process
@@ -130,22 +130,16 @@ class Owner:
         self.asks: list[Ask] = []
         self.began: list[int] = []
 
-    def asked(self, worker: UserWorker, ask: Ask) -> None:
-        self.asks.append(ask)
-        message = {"role": "assistant", "content": ask.request.messages[-1]["content"] + "!"}
-        worker.send(Told(ask.number, Reply(message, "stop", [1, 2], len(self.asks), ask.run)))
-
-    def begun(self, worker: UserWorker, message: Begun) -> None:
-        self.began.append(message.run)
-
-    def done(self, worker: UserWorker, message: Done) -> None:
-        self.told.put_nowait(message)
-
-    def raised(self, worker: UserWorker, message: Raised) -> None:
-        self.told.put_nowait(message)
-
-    def died(self, worker: UserWorker, death: WorkerDeath) -> None:
-        self.told.put_nowait(death)
+    def __call__(self, worker: UserWorker, message: Heard) -> None:
+        match message:
+            case Ask(number, run, request):
+                self.asks.append(message)
+                reply = {"role": "assistant", "content": request.messages[-1]["content"] + "!"}
+                worker.send(Told(number, Reply(reply, "stop", [1, 2], len(self.asks), run)))
+            case Begun(run):
+                self.began.append(run)
+            case _:
+                self.told.put_nowait(message)
 
 
 def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Setup:
