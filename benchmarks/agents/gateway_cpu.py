@@ -43,7 +43,7 @@ async def _measure() -> dict[str, float]:
         setup = Setup(
             model_dir=directory, renderer=None, function=None, agent="none:agent", command=[], tools=[],
             timeout_s=3600, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=512, max_attempts=1,
-            num_workers=0, path=[], scratch=directory + "/scratch",
+            num_workers=0, scratch=directory + "/scratch",
         )  # fmt: skip
         service = Service(engine, setup)
         serving = asyncio.create_task(service.serve())

@@ -6,7 +6,6 @@ median.
 """
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -46,6 +45,7 @@ def measure() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "four_turns.py").write_text(_MODULE.format(turn_s=TURN_S, turns=TURNS))
+        sys.path.append(directory)  # user workers search there, too
         _save_tokenizer(root / "model")
         for size in SIZES:
             waits, failed, cpu_ms = _roll_out(root, size)
@@ -104,7 +104,7 @@ def _setup(root: Path) -> Any:
     return Setup(
         model_dir=str(root / "model"), renderer=None, function="four_turns:rollout", agent=None, command=[], tools=[],
         timeout_s=_DEADLINE_S, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=_TOKENS, max_attempts=1,
-        num_workers=1, path=[os.fsencode(place) for place in (str(root), *sys.path)], scratch=str(root / "scratch"),
+        num_workers=1, scratch=str(root / "scratch"),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from launcher.run.rundir import (
 )
 from workers.calls.pool import CallPool, Entry
 from workers.data.prompt_rows import PromptRow, ShownPrompt
-from workers.rewards.base import DrawnResponse
+from workers.rewards.base import Response
 from workers.rewards.group_filter import ARGUMENTS as FILTER_ARGUMENTS
 from workers.rewards.group_filter import FIELD as FILTER
 from workers.rewards.group_filter import ZERO_VARIANCE
@@ -341,22 +341,20 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
     Raises:
         ConfigError: one cannot be imported, raised, hung, or returned something that is not a reward.
     """
-    length = len(row.ground_truth)  # in characters: there is no tokenizer here
-    response = DrawnResponse(length, token_ids=array("i", [0] * length).tobytes())
+    text, length = row.ground_truth, len(row.ground_truth)  # in characters: there is no tokenizer here
+    one = Response(shown.text, text, text, row.task, length, token_ids=array("i", [0] * length).tobytes())
     try:
         if config.reward.is_users and not is_url(config.reward.function):
             with closing(PooledReward(config.reward)) as reward:
                 reward.until_ready()
-                reward(shown.text, row.ground_truth, row.ground_truth, row.task, response)
+                reward(one)
         if config.reward.group_function is not None:
             size = config.schedule.n_samples_per_prompt
             with closing(GroupPool(config.reward)) as group:
                 group.until_ready()
-                member = {"response": row.ground_truth, "reward": 1.0, "correct": True, **vars(response)}
+                member = {"response": text, "reward": 1.0, "correct": True, "num_tokens": length, "truncated": False}
                 member |= {"metrics": {}, "conversations": []}
-                del member["token_ids"]
-                sent = (shown.text, row.ground_truth, row.task, [member] * size, [response.token_ids] * size)
-                group.submit(*sent).result()
+                group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
     except UserCodeFailed as error:
         raise ConfigError(
             f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "

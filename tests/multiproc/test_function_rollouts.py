@@ -239,8 +239,9 @@ class Engine:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engine]]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[FunctionRollouts, Engine]]]:
     (tmp_path / "my_rollouts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     opened: list[FunctionRollouts] = []
 
     def open_them(
@@ -254,8 +255,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
             "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
             "function": "tools", "agent": None, "command": [], "tools": ["configs.quickstart_tools.tools:multiply"],
             "timeout_s": 60.0, "max_turns": 0, "max_tokens": 0, "max_context": 48, "max_response_tokens": 8,
-            "max_attempts": 3, "num_workers": 1, "path": [os.fsencode(tmp_path), *map(os.fsencode, sys.path)],
-            "scratch": str(tmp_path / "scratch"),
+            "max_attempts": 3, "num_workers": 1, "scratch": str(tmp_path / "scratch"),
         }  # fmt: skip
         engine = Engine()
         rollouts: Any = FunctionRollouts
@@ -662,7 +662,7 @@ def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, d
     setup = Setup(
         model_dir="", renderer=None, function=None, agent=None, command=[sys.executable, "-c", program], tools=[],
         timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
-        path=[], scratch="",
+        scratch="",
     )  # fmt: skip
     start = Start(1, Begin(1, task, 0, 0, 0, 1), 0, "", "", 60.0, str(scratch))
     return asyncio.run(asyncio.wait_for(run_command(setup, start), 60))

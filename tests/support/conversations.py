@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from workers.agents.rendering import TOOL, Renderer
-from workers.agents.session import DrawnTokens, PromptOf, Session, TokenSample
+from workers.agents.session import PromptOf, Session
 from workers.agents.turns import Message, Tools
+from workers.agents.wire import Drawn, SampleTokens
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class FakeEngine:
         self._random = random
         self._num_tokens = 0
 
-    def draw(self, prompt: PromptOf, *, tools: Tools = None) -> DrawnTokens:
+    def draw(self, prompt: PromptOf, *, tools: Tools = None) -> Drawn:
         """Draw a reply, which ends with an end mark or is cut."""
         stops = list(self._renderer.stop_ids)
         ids = self._ids(with_call=bool(tools) and self._random.random() < 0.6)
@@ -45,7 +48,7 @@ class FakeEngine:
         self.door.append(Draw(prompt.ids, ids, self._num_tokens))
         log_probs = [float(self._num_tokens + k) for k in range(len(ids))]
         self._num_tokens += len(ids)
-        return DrawnTokens(ids, log_probs, [len(self.door)] * len(ids))
+        return Drawn(0, ids, log_probs, [len(self.door)] * len(ids), truncated=False)
 
     def _ids(self, *, with_call: bool) -> list[int]:
         draw = self._random
@@ -81,9 +84,9 @@ def converse(
         talk = random.choice(talks)
         prompt = session.prompt(talk, offered)
         drawn = engine.draw(prompt, tools=offered)
-        shown = drawn.token_ids[: random.randrange(len(drawn.token_ids))] if random.random() < 0.2 else None
-        message = session.record(prompt, drawn, shown=shown).message
-        assert message is not None
+        if random.random() < 0.2:
+            drawn = replace(drawn, shown=drawn.token_ids[: random.randrange(len(drawn.token_ids))])
+        _, message = session.record(prompt, drawn)
         longer = [*talk, _as_sent_back(message, random)]
         calls = message.get("tool_calls", [])
         for call in calls:
@@ -101,7 +104,7 @@ def converse(
     return session.num_turns
 
 
-def count_changed(door: Sequence[Draw], samples: Sequence[TokenSample]) -> int:
+def count_changed(door: Sequence[Draw], samples: Sequence[SampleTokens]) -> int:
     """Return how many drawn tokens are missing in what is trained, are in it twice, or differ there: in themselves, in
     their log-probability or version, or in what stands before them."""
     at_door = {

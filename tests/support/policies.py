@@ -31,7 +31,7 @@ def played(
     context = Context(time.monotonic() + 60, Path("unused"), [Tool.of(each) for each in tools])
     asked: list[ChatRequest] = []
 
-    async def policy(request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
+    async def policy(request: ChatRequest) -> Reply:
         if len(asked) == len(replies):
             raise BudgetSpent("no more turns")
         asked.append(ChatRequest(list(request.messages), request.tools))

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.turns import ChatRequest, Completion, Message
+from workers.agents.turns import ChatRequest, Message, Reply
 
-Draw = Callable[[ChatRequest], Completion]
+Draw = Callable[[ChatRequest], Reply]
 DEADLINE_S = 30
 
 
@@ -31,7 +31,7 @@ class ScriptedSessions:
         self.begun = asyncio.Semaphore(0)
         self.cancelled = asyncio.Semaphore(0)
 
-    async def complete(self, key: str, request: ChatRequest) -> Completion:
+    async def complete(self, key: str, request: ChatRequest) -> Reply:
         self.requests.append(request)
         self.keys.append(key)
         self.begun.release()
@@ -46,7 +46,7 @@ class ScriptedSessions:
         return sum(len(message["content"]) for message in request.messages)
 
 
-def completion(text: str = "", *calls: tuple[str, str, str], reason: Any = None, num_tokens: int = 3) -> Completion:
+def completion(text: str = "", *calls: tuple[str, str, str], reason: Any = None, num_tokens: int = 3) -> Reply:
     """Return a turn with a text and calls `(id, name, arguments)`."""
     message: Message = {"role": "assistant", "content": text}
     if calls:
@@ -54,10 +54,10 @@ def completion(text: str = "", *calls: tuple[str, str, str], reason: Any = None,
         message["tool_calls"] = [{"id": call_id, "type": "function", "function": each} for call_id, each in functions]
     tokens = list(range(num_tokens))
     finished = reason or ("tool_calls" if calls else "stop")
-    return Completion(message, finished, 11, num_tokens, tokens, [-0.5 * token for token in tokens])
+    return Reply(message, finished, tokens, 0, log_probs=[-0.5 * token for token in tokens], prompt_tokens=11)
 
 
-def multiplying(request: ChatRequest) -> Completion:
+def multiplying(request: ChatRequest) -> Reply:
     """Call the tool `multiply` once, then say what it said."""
     last = request.messages[-1]
     if last["role"] == "tool":

@@ -22,7 +22,7 @@ from tq.messages import LeaseGrant
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
-from workers.rewards.base import Score
+from workers.rewards.base import Response, Score
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load_reward import exact_reward
 from workers.rewards.scorer import GroupReward, Scorer
@@ -65,10 +65,10 @@ class GatedScorer(Scorer):
         self.open = threading.Event()
         self._function = self._gated
 
-    def _gated(self, prompt: str, response: str, ground_truth: str) -> Score:
-        if prompt == self._decoder.response((self.blocked,)):
+    def _gated(self, one: Response) -> Score:
+        if one.prompt == self._decoder.response((self.blocked,)):
             assert self.open.wait(DEADLINE_S)
-        return exact_reward(prompt, response, ground_truth)
+        return exact_reward(one.prompt, one.response, one.ground_truth)
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +216,10 @@ class GradedScorer(Scorer):
         super().__init__(RewardConfig(), tokenizer)
         self._function = self._graded
 
-    def _graded(self, prompt: str, response: str, ground_truth: str) -> Score:
-        if response in self.bad:
+    def _graded(self, one: Response) -> Score:
+        if one.response in self.bad:
             raise UserCodeFailed("no idea")
-        return Score(float(response in self.good), False)
+        return Score(float(one.response in self.good), False)
 
 
 def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:

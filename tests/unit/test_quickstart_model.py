@@ -18,6 +18,7 @@ import configs
 from workers.data.model_files import check_model_dir
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
+from workers.rewards.base import Response
 from workers.rewards.load_reward import load_reward
 from workers.settings.data import DataConfig
 from workers.settings.run import RunConfig
@@ -106,7 +107,7 @@ def test_model_is_right_about_one_sum_in_three() -> None:
     )  # fmt: skip
     responses = tokenizer.batch_decode(output[:, prompts[0].tokens.numel() :], skip_special_tokens=True)
     score = load_reward(config.reward)
-    correct = [score(p.text, r, p.ground_truth).correct for p, r in zip(prompts * 20, responses, strict=True)]
+    correct = [score(Response(p.text, r, p.ground_truth)).correct for p, r in zip(prompts * 20, responses, strict=True)]
     assert 0.2 < sum(correct) / len(correct) < 0.4
 
 

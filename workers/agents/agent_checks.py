@@ -1,10 +1,8 @@
 """Checks in a child process, before anything starts, that a run's rollouts can work: entries of `workers.calls`."""
 
 import asyncio
-import os
 import secrets
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +17,6 @@ from workers.agents.rendering import load_renderer, prove
 from workers.agents.service import serve
 from workers.agents.wire import (
     Begin,
-    Broken,
-    Channel,
     Draw,
     Drawn,
     Failed,
@@ -31,6 +27,7 @@ from workers.agents.wire import (
     ToService,
 )
 from workers.agents.worker import load_rollout
+from workers.calls.child_process import Channel, Refused
 from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
@@ -79,9 +76,8 @@ def trial(setup: Mapping[str, Any]) -> Callee:
     def make(task: str, ground_truth: str) -> dict[str, Any]:
         words = tokenizer.encode(ground_truth, add_special_tokens=False) if ground_truth else []
         with tempfile.TemporaryDirectory(prefix="trial-", ignore_cleanup_errors=True) as scratch:
-            path = [os.fsencode(place) for place in sys.path]
             given = {**setup, "templates": msgspec.convert(setup["templates"], TemplateSettings)}
-            whole = Setup(**given, path=path, scratch=scratch, seal=secrets.token_bytes(32))
+            whole = Setup(**given, scratch=scratch, seal=secrets.token_bytes(32))
             return asyncio.run(_one_rollout(whole, task, words))
 
     return Callee(make)
@@ -104,7 +100,7 @@ async def _one_rollout(setup: Setup, task: str, words: Sequence[int]) -> dict[st
                     return {"failed": "", "has_reward": message.reward is not None, "truncated": message.truncated}
                 case Failed():
                     return {"failed": "" if message.skipped else message.text, "has_reward": False, "truncated": True}
-                case Broken(text=text):
+                case Refused(text=text):
                     raise ConfigError(text)
         raise UserCodeFailed("its session service ended; see above")
     finally:

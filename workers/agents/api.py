@@ -28,9 +28,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from workers.agents.other_model import OtherModel, Utterance
+from workers.agents.other_model import OtherModel
 from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
-from workers.agents.turns import ChatRequest, Message
+from workers.agents.turns import ChatRequest, Message, Reply
 from workers.agents.wire import Begin
 from workers.calls.user_function import load_function
 from workers.rewards.base import finite, metrics_of
@@ -171,20 +171,6 @@ class Task(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Reply(Utterance):
-    """What the policy said.
-
-    Attributes:
-        token_ids: as drawn.
-        node, run: identify them: piece `node` of the rollout's attempt `run`.
-    """
-
-    token_ids: list[int]
-    node: int
-    run: int = 0
-
-
-@dataclass(frozen=True)
 class Sample:
     """What is trained on: the token sequence that ends with one drawn piece.
 
@@ -203,13 +189,8 @@ class Sample:
     run: int = 0
 
 
-Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
-"""(request, token ids) -> the policy's reply to the conversation or, if given, its continuation of the token ids.
-
-Raises:
-    BudgetSpent: see there.
-    UserCodeFailed: the request is unusable.
-"""
+Policy = Callable[[ChatRequest], Awaitable[Reply]]
+"""Has the policy reply; raises BudgetSpent, or UserCodeFailed if the request is unusable."""
 
 
 class Model:
@@ -230,7 +211,7 @@ class Model:
         anew. `max_tokens`, `stop` and exceptions: see `Chat.reply`."""
         stop = [stop] if isinstance(stop, str) else stop
         _check(token_ids=token_ids, max_tokens=max_tokens, stop=stop)
-        return await self._policy(ChatRequest([], max_tokens=max_tokens, stop=tuple(stop)), token_ids)
+        return await self._policy(ChatRequest([], None, max_tokens, tuple(stop), list(token_ids)))
 
     def sample(
         self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
@@ -265,8 +246,7 @@ class Chat:
         """
         stop = [stop] if isinstance(stop, str) else stop
         _check(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
-        request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop))
-        reply = await self._policy(request, None)
+        reply = await self._policy(ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop)))
         self.messages.append(reply.message)
         self._replies.append(reply)
         return reply

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncflow.errors import AsyncFlowError
 from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.session import DrawnTokens, Session
-from workers.agents.turns import ChatRequest, Completion, Message
-from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
+from workers.agents.session import Session
+from workers.agents.turns import ChatRequest, Message, Reply
+from workers.agents.wire import Begin, Done, Drawn, Finished, Setup
 
 DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew."""
@@ -40,7 +40,6 @@ class Run:
         self.ended = False
         self.spent = False
         self._setup = setup
-        self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
         # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}
@@ -55,10 +54,8 @@ class Run:
         self._cut = False
         self._response = ""
 
-    async def complete(
-        self, request: ChatRequest, token_ids: Sequence[int] | None, *, draw: DrawCall
-    ) -> tuple[int, Completion]:
-        """Have the policy reply to a conversation or, if given, continue `token_ids`; return (node, completion).
+    async def complete(self, request: ChatRequest, *, draw: DrawCall) -> Reply:
+        """Have the policy reply.
 
         Raises:
             BudgetIsSpent: the rollout may draw no more.
@@ -67,10 +64,10 @@ class Run:
             SessionGone: the rollout ended meanwhile.
         """
         session = self._session
-        if token_ids is None:
+        if request.token_ids is None:
             prompt = session.prompt(request.messages, request.tools)
         else:
-            prompt = session.prompt_of_ids(token_ids)
+            prompt = session.prompt_of_ids(request.token_ids)
         await self._until_tokens_are_free()
         try:
             room = self._room(len(prompt.ids), request.max_tokens)
@@ -90,33 +87,21 @@ class Run:
         if self.ended:
             raise SessionGone("this rollout has ended")
         self._num_drawn += len(drawn.token_ids)
-        tokens = DrawnTokens(drawn.token_ids, drawn.log_probs, drawn.versions)
-        shown = drawn.token_ids if drawn.shown is None else drawn.shown
-        recorded = session.record(prompt, tokens, shown=shown)
-        message = recorded.message or self._renderer.parse(shown)
+        node, message = session.record(prompt, drawn)
         before = [] if prompt.parent is None else self._conversations[prompt.parent]
         shared = [old if old == new else new for old, new in zip(before, request.messages, strict=False)]
-        self._conversations[recorded.node] = [*shared, *request.messages[len(shared) :], message]
+        self._conversations[node] = [*shared, *request.messages[len(shared) :], message]
         self._cut = drawn.truncated
         self._response = message["content"]
-        return recorded.node, Completion(
-            message=message,
-            finish_reason="length" if drawn.truncated else "tool_calls" if message.get("tool_calls") else "stop",
-            prompt_tokens=len(prompt.ids),
-            completion_tokens=len(drawn.token_ids),
-            token_ids=drawn.token_ids,
-            log_probs=drawn.log_probs,
-            stop=drawn.stop,
-        )
+        reason = "length" if drawn.truncated else "tool_calls" if message.get("tool_calls") else "stop"
+        tokens = drawn.token_ids
+        return Reply(message, reason, tokens, node, self.number, drawn.log_probs, len(prompt.ids), drawn.stop)
 
     def result(self, done: Done, *, spent: bool) -> Finished:
         """Return the outcome; `spent`: a budget ended the rollout. Raises BadAgentRequest if nothing was drawn, or
         `done` names pieces that were not."""
         ends = self._session.ends(done.nodes or None)
-        samples = [
-            SampleTokens(one.token_ids, one.response_mask, one.log_probs, one.versions)
-            for one in self._session.samples(ends)
-        ]
+        samples = self._session.samples(ends)
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was never asked for a reply")
         now = time.monotonic()

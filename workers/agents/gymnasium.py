@@ -17,8 +17,8 @@ from pydantic import ConfigDict
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
 from asyncflow.settings import Settings
-from workers.agents.api import Environment, Reply, Step, Task
-from workers.agents.turns import Message
+from workers.agents.api import Environment, Step, Task
+from workers.agents.turns import Message, Reply
 
 try:
     import gymnasium

@@ -8,12 +8,11 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
-from workers.agents.turns import Message
+from workers.agents.turns import Message, Utterance
 from workers.settings.openai import read_api_key
 from workers.settings.rollout import ServedModelConfig
 
@@ -32,35 +31,13 @@ from asyncflow.errors import printable
 from asyncflow.process import die_with_parent, limit_resources
 from asyncflow.repeated import RepeatedWarnings
 from workers.agents.wire import Setup, Start
+from workers.calls.child_process import ended_how
 from workers.rewards.base import reward_of
 
 _NO_ANSWER = 0
 _PASSING = frozenset({_NO_ANSWER, 408, 429, *range(500, 600)})
 _LONGEST_PAUSE_S = 30.0
 _SHOWN = 300
-
-
-@dataclass(frozen=True)
-class Utterance:
-    """What a model said.
-
-    Attributes:
-        message: OpenAI format.
-        finish_reason: `stop`, `length` or `tool_calls`; other servers have more.
-    """
-
-    message: Message
-    finish_reason: str
-
-    @property
-    def text(self) -> str:
-        """The content, or ""."""
-        return self.message.get("content") or ""
-
-    @property
-    def tool_calls(self) -> list[Message]:
-        """Tool calls in OpenAI format."""
-        return list(self.message.get("tool_calls") or ())
 
 
 class OtherModel:
@@ -209,10 +186,6 @@ async def _follow(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and child processes that it left behind
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-
-
-def ended_how(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 class _Output:

@@ -18,7 +18,8 @@ from typing import Any
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from asyncflow.settings import Settings
-from workers.agents.api import Environment, Reply, Step, Task
+from workers.agents.api import Environment, Step, Task
+from workers.agents.turns import Reply
 
 try:
     import reasoning_gym

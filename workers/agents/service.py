@@ -1,6 +1,6 @@
 """The session service of one instance: holds its rollouts' conversations, between user code and the engine.
 
-    python -u -P -m workers.agents.service PARENT_PID SOCKET
+    python -m workers.agents.service PARENT_PID SOCKET
 
     engine process <--- tokens ---> service <--- messages ---> user workers, agents behind the gateway
 
@@ -11,10 +11,8 @@ others restart for free. The service dies with the engine process, and its worke
 
 import asyncio
 import logging
-import os
 import shutil
 import socket
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,20 +22,18 @@ from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
-from asyncflow.process import die_with_parent, end_session_with_me
+from asyncflow.process import end_session_with_me
 from workers.agents.attempt import BudgetIsSpent, Run
 from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.turns import ChatRequest, Completion
-from workers.agents.user_workers import UserWorker, WorkerDeath
+from workers.agents.turns import ChatRequest, Reply
+from workers.agents.user_workers import Heard, UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
     Ask,
     Begin,
     Begun,
-    Broken,
-    Channel,
     Done,
     Draw,
     Drawn,
@@ -46,6 +42,7 @@ from workers.agents.wire import (
     NotDrawn,
     NotStarted,
     NotTold,
+    PendingReplies,
     Ping,
     Pong,
     ProcessorTime,
@@ -60,7 +57,7 @@ from workers.agents.wire import (
     Warned,
 )
 from workers.agents.worker import NOBODY
-from workers.calls.child import outlive_stop_signals
+from workers.calls.child_process import Channel, Refused, parent_socket
 
 if TYPE_CHECKING:
     from workers.agents.gateway import Gateway
@@ -92,8 +89,7 @@ class Service:
         self._work: dict[Run, set[asyncio.Task[None]]] = {}  # tasks of a run in this process: its calls, or its program
         self._deadlines: dict[Run, asyncio.TimerHandle] = {}
         self._num_runs = 0
-        self._drawing: dict[int, asyncio.Future[Drawn]] = {}
-        self._num_calls = 0
+        self._drawing: PendingReplies[Drawn] = PendingReplies()
         self._cpu = ProcessorTime()
         self._replacing: set[asyncio.Task[None]] = set()
         self._num_deaths = 0
@@ -125,9 +121,9 @@ class Service:
                 case Ping():
                     self._engine.send(Pong())
                 case Drawn():
-                    self._settle(message.call, message)
+                    self._drawing.settle(message.call, message)
                 case NotDrawn():
-                    self._settle(message.call, BadAgentRequest("messages", message.text))
+                    self._drawing.settle(message.call, BadAgentRequest("messages", message.text))
 
     async def close(self) -> None:
         """Stop all rollouts, workers and the gateway; call after `serve` has returned."""
@@ -145,13 +141,13 @@ class Service:
 
     # Requests from the gateway.
 
-    async def complete(self, key: str, request: ChatRequest) -> Completion:
+    async def complete(self, key: str, request: ChatRequest) -> Reply:
         """Have the policy reply in the session of `key`; see `Run.complete`. Raises SessionGone if the session has
         ended, also because a budget is spent."""
         run = self._run_of(key)
         try:
             with _refusing_tools():
-                return (await run.complete(request, None, draw=self._draw))[1]
+                return await run.complete(request, draw=self._draw)
         except BudgetIsSpent as error:
             self._cut(run)
             raise SessionGone(str(error)) from error
@@ -179,44 +175,37 @@ class Service:
         return run
 
     async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
-        self._num_calls += 1
-        call = self._num_calls
-        drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
-        self._drawing[call] = drawn
-        stop_ids = list(self._renderer.stop_ids)
-        self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
-        try:
-            return await drawn
-        except asyncio.CancelledError:
-            # Nobody wants these tokens any longer: free the engine's place.
-            self._engine.send(Undraw(call))
-            raise
-        finally:
-            del self._drawing[call]
-
-    def _settle(self, call: int, outcome: Drawn | Exception) -> None:
-        waiting = self._drawing.get(call)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(outcome, Drawn):
-            waiting.set_result(outcome)
-        else:
-            waiting.set_exception(outcome)
+        with self._drawing.call() as (call, drawn):
+            stop_ids = list(self._renderer.stop_ids)
+            self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
+            try:
+                return await drawn
+            except asyncio.CancelledError:
+                # Nobody wants these tokens any longer: free the engine's place.
+                self._engine.send(Undraw(call))
+                raise
 
     # Messages from user workers.
 
-    def asked(self, worker: UserWorker, ask: Ask) -> None:
-        run = self._runs.get(ask.run)
-        if run is None:
-            worker.send(NotTold(ask.number, "this rollout has ended", budget=True))
-        else:
-            _keep(self._work[run], self._answer(worker, run, ask))
+    def _heard(self, worker: UserWorker, message: Heard) -> None:
+        run = self._runs.get(message.run)
+        match message:
+            case WorkerDeath():
+                self._bury(worker, message)
+            case Ask() if run is None:
+                worker.send(NotTold(message.number, "this rollout has ended", budget=True))
+            case Ask() if run is not None:
+                _keep(self._work[run], self._answer(worker, run, message))
+            case Begun() if run is not None:  # the function was called: its time begins
+                self._set_deadline(run)
+            case Done() if run is not None:
+                self._finish(run, message, spent=run.spent)
+            case Raised() if run is not None:
+                self._ended_by(run, message)
 
     async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
-        request = ChatRequest(ask.messages, ask.tools, ask.max_tokens, tuple(ask.stop))
         try:
-            node, reply = await run.complete(request, ask.prompt, draw=self._draw)
-            worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
+            worker.send(Told(ask.number, await run.complete(ask.request, draw=self._draw)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates may raise anything at messages that they do not expect
@@ -224,20 +213,7 @@ class Service:
             text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
             worker.send(NotTold(ask.number, printable(text), budget=False))
 
-    def begun(self, worker: UserWorker, message: Begun) -> None:
-        """The function was called: its time begins."""
-        if (run := self._runs.get(message.run)) is not None:
-            self._set_deadline(run)
-
-    def done(self, worker: UserWorker, message: Done) -> None:
-        run = self._runs.get(message.run)
-        if run is not None:
-            self._finish(run, message, spent=run.spent)
-
-    def raised(self, worker: UserWorker, message: Raised) -> None:
-        run = self._runs.get(message.run)
-        if run is None:
-            return
+    def _ended_by(self, run: Run, message: Raised) -> None:
         if message.spent or run.spent:
             self._cut(run)
         elif message.skipped:
@@ -246,7 +222,7 @@ class Service:
         else:
             self._fail(run, message.text)
 
-    def died(self, worker: UserWorker, death: WorkerDeath) -> None:
+    def _bury(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: restart its rollouts in other workers."""
         if worker not in self._workers:  # we ended it
             return
@@ -276,10 +252,10 @@ class Service:
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)
-        self._engine.send(Broken(f"a process of rollout functions did not start again: {why}"))
+        self._engine.send(Refused(f"a process of rollout functions did not start again: {why}"))
 
     async def _add_worker(self) -> None:
-        self._workers.append(await UserWorker.start(self._setup, self))
+        self._workers.append(await UserWorker.start(self._setup, self._heard))
         self._worker_came.set()
 
     # Lifecycle of a run.
@@ -394,14 +370,12 @@ async def serve(connection: socket.socket) -> None:
     engine: Channel[FromService, ToService] = await Channel.open(connection, ToService)
     setup = await engine.receive()
     assert isinstance(setup, Setup)
-    # User modules resolve as in the engine process (`-P` left out the working directory).
-    sys.path[:] = map(os.fsdecode, setup.path)
     service = None
     try:
         service = Service(engine, setup)
         await service.serve()
     except ConfigError as error:
-        engine.send(Broken(str(error)))
+        engine.send(Refused(str(error)))
         await engine.drain()
     except UserCodeNotStarted as error:
         logger.warning("%s", error)
@@ -414,13 +388,9 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    parent_pid, descriptor = (int(text) for text in sys.argv[1:])
-    die_with_parent(parent_pid)
-    outlive_stop_signals()
+    connection = parent_socket()
     end_session_with_me()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
     asyncio.run(serve(connection))
 
 

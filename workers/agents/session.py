@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.turns import Message, Tools, call_id, canonical, normalized
+from workers.agents.wire import Drawn, SampleTokens
 
 
 @dataclass(frozen=True)
@@ -32,40 +33,11 @@ class PromptOf:
     history: bytes | None = None  # key of the conversation before the reply; None: a call by token ids
 
 
-@dataclass(frozen=True)
-class DrawnTokens:
-    """What the engine drew, end mark included: one number per token in each list. `versions`: step of the weights that
-    drew each token."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A call with its reply."""
-
-    node: int  # its place in the tree
-    message: Message | None  # the assistant's, for the agent; None: a call by token ids
-
-
-@dataclass(frozen=True)
-class TokenSample:
-    """One sequence to train on."""
-
-    token_ids: list[int]  # [T]
-    response_mask: list[int]  # [T], 1 where the policy drew the token and it is trained on in this sample
-    # log_probs, versions: one per 1, in order
-    log_probs: list[float]
-    versions: list[int]
-
-
 @dataclass
 class _Node:
     parent: int | None
     prompt_ids: list[int]
-    drawn: DrawnTokens
+    drawn: Drawn
     children: list[int] = field(default_factory=list)
     num_extended: int = 0
 
@@ -125,9 +97,8 @@ class Session:
         ids = list(token_ids)
         return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
 
-    def record(self, prompt: PromptOf, drawn: DrawnTokens, *, shown: Sequence[int] | None = None) -> Recorded:
-        """Add what was drawn for a prompt. `shown`: tokens to read the message from instead: those before a stop
-        string."""
+    def record(self, prompt: PromptOf, drawn: Drawn) -> tuple[int, Message]:
+        """Add what was drawn for a prompt; return its node, and the assistant's message."""
         assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
         node = len(self._nodes)
         known = 0
@@ -138,19 +109,18 @@ class Session:
             known = len(self.ids(prompt.parent))
         self._nodes.append(_Node(prompt.parent, prompt.ids[known:], drawn))
         self.num_turns += 1
-        if prompt.history is None:
-            return Recorded(node, None)
-        message = self._renderer.parse(drawn.token_ids if shown is None else shown)
-        for index, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = call_id([*prompt.ids, *drawn.token_ids, prompt.seed], index)
-        self._replies.setdefault(_after(prompt.history, message), []).append(node)
-        return Recorded(node, message)
+        message = self._renderer.parse(drawn.token_ids if drawn.shown is None else drawn.shown)
+        if prompt.history is not None:
+            for index, call in enumerate(message.get("tool_calls", ())):
+                call["id"] = call_id([*prompt.ids, *drawn.token_ids, prompt.seed], index)
+            self._replies.setdefault(_after(prompt.history, message), []).append(node)
+        return node, message
 
     def ids(self, node: int) -> list[int]:
         """Return a node's prompt and what was drawn."""
         return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
 
-    def samples(self, nodes: Sequence[int] | None = None) -> list[TokenSample]:
+    def samples(self, nodes: Sequence[int] | None = None) -> list[SampleTokens]:
         """Return a sample per path from a root to one of `ends(nodes)`. Take all samples of a rollout from one call: a
         drawn token is trained on in the first that has it."""
         trained: set[int] = set()
@@ -166,8 +136,8 @@ class Session:
         inner = {id(node) for end in nodes for node in self._path(end)[:-1]}
         return [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
 
-    def _sample(self, end: int, trained: set[int]) -> TokenSample:
-        sample = TokenSample([], [], [], [])
+    def _sample(self, end: int, trained: set[int]) -> SampleTokens:
+        sample = SampleTokens([], [], [], [])
         for node in self._path(end):
             mine = id(node) not in trained
             trained.add(id(node))

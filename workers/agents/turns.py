@@ -1,9 +1,9 @@
-"""A turn: chat messages, and the request and completion in which they travel. Needs no tokenizer."""
+"""A turn: chat messages, and the request and the reply in which they travel. Needs no tokenizer."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from workers.agents.rollout_errors import BadAgentRequest
@@ -86,7 +86,7 @@ def _call(call: object, arguments: str) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": given}}
 
 
-# A turn, as it reaches the session service through either door: the gateway's HTTP or a user worker's socket.
+# A turn, the same through either door of the session service: the gateway's HTTP or a user worker's socket.
 
 Tool = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -96,31 +96,61 @@ Tool = dict[str, Any]
 class ChatRequest:
     """One turn to draw."""
 
-    messages: list[Message]  # the whole history; its last message is not the assistant's
+    messages: list[Message]  # the whole history; its last message is not the assistant's. Empty with `token_ids`.
     tools: list[Tool] | None = None
     max_tokens: int | None = None  # None: the run's limit
     # Strings that end the response: the token that completes one is its last, and the message ends before the string
     stop: tuple[str, ...] = ()
+    token_ids: list[int] | None = None  # the whole prompt in tokens, instead of messages
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One drawn turn."""
+class Utterance:
+    """What a model said.
 
-    message: Message  # the assistant's, to be repeated in the next history
-    finish_reason: Literal["stop", "length", "tool_calls"]  # `length`: a limit cut it off
-    # prompt_tokens, completion_tokens: counts
-    prompt_tokens: int
-    completion_tokens: int
+    Attributes:
+        message: OpenAI format.
+        finish_reason: `stop`, `length` (a limit cut it off) or `tool_calls`; other servers have more.
+    """
+
+    message: Message
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """The content, or ""."""
+        return self.message.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[Message]:
+        """Tool calls in OpenAI format."""
+        return list(self.message.get("tool_calls") or ())
+
+
+@dataclass(frozen=True)
+class Reply(Utterance):
+    """What the policy said.
+
+    Attributes:
+        token_ids: as drawn.
+        node, run: identify them: piece `node` of the rollout's attempt `run`.
+        log_probs: of each drawn token, at the time it was drawn.
+        prompt_tokens: length of the prompt.
+        stop: the string that ended it, or "".
+    """
+
     token_ids: list[int]
-    log_probs: list[float]  # of each drawn token, at the time it was drawn
-    stop: str = ""  # the string that ended it, or ""
+    node: int
+    run: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    stop: str = ""
 
 
 class Sessions(Protocol):
     """What the gateway needs of the session service."""
 
-    async def complete(self, key: str, request: ChatRequest) -> Completion:
+    async def complete(self, key: str, request: ChatRequest) -> Reply:
         """Draw one turn in the session of this key.
 
         Raises:

@@ -1,47 +1,35 @@
 """The session service's side of one worker process: starts it, gives it rollouts, notices its death. Torch-free."""
 
 import asyncio
-import contextlib
 import logging
 import mmap
 import os
 import re
 import shutil
-import signal
-import socket
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import worker as worker_module
-from workers.agents.other_model import ended_how
 from workers.agents.wire import (
     Ask,
     Begun,
-    Broken,
-    Channel,
     Done,
     FromWorker,
-    Loaded,
-    NotTold,
     Ping,
     Pong,
     Raised,
     Setup,
     Start,
     Stop,
-    Told,
     ToWorker,
 )
 from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY, STACK_SIGNAL
+from workers.calls.child_process import ChildDied, ChildProcess, ended_how
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""Time that a worker has to import what it needs (s)."""
-_GOODBYE_S = 10.0  # time that a worker has to exit after closing its connection (s)
 _PING_S = 1.0
 _STACK_S = 2.0  # time that a process has to write its stack (s)
 _LOOK_S = 0.05
@@ -57,42 +45,20 @@ class WorkerDeath:
     run: int
 
 
-class Owner(Protocol):
-    """Receives a worker's messages."""
-
-    def asked(self, worker: "UserWorker", ask: Ask) -> None:
-        """A rollout wants a reply."""
-
-    def begun(self, worker: "UserWorker", message: Begun) -> None:
-        """A rollout function was called."""
-
-    def done(self, worker: "UserWorker", message: Done) -> None:
-        """A rollout function returned."""
-
-    def raised(self, worker: "UserWorker", message: Raised) -> None:
-        """A rollout function raised."""
-
-    def died(self, worker: "UserWorker", death: WorkerDeath) -> None:
-        """The worker is gone, with all its rollouts."""
+Heard = Ask | Begun | Done | Raised | WorkerDeath
 
 
-class UserWorker:
+class UserWorker(ChildProcess[ToWorker, FromWorker]):
     """One worker process; used in the service's event loop. `alive`: it accepts rollouts."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        channel: Channel[ToWorker, FromWorker],
-        page: int,
-        owner: Owner,
-        *,
-        stall_timeout_s: float,
-    ) -> None:
-        self._process = process
-        self._channel = channel
-        self._page = page
-        self._mark = mmap.mmap(page, MARK.size)
-        self._owner = owner
+    def __init__(self, tell: "Callable[[UserWorker, Heard], None]", *, stall_timeout_s: float) -> None:
+        # Shared with the worker: the mark, followed by the worker's stack when requested.
+        self._page = os.memfd_create("rollout", os.MFD_CLOEXEC)
+        os.ftruncate(self._page, MARK.size)
+        os.pwrite(self._page, MARK.pack(NOBODY, 0), 0)
+        self._mark = mmap.mmap(self._page, MARK.size)
+        super().__init__("workers.agents.worker", FromWorker, self._page)
+        self._tell = tell
         self._stall_timeout_s = stall_timeout_s
         self._rollouts: dict[int, str] = {}  # run -> its scratch directory
         self._ending: dict[int, asyncio.TimerHandle] = {}
@@ -105,8 +71,9 @@ class UserWorker:
         self.alive = True
 
     @staticmethod
-    async def start(setup: Setup, owner: Owner) -> "UserWorker":
-        """Start a process and have it import the user's function.
+    async def start(setup: Setup, tell: "Callable[[UserWorker, Heard], None]") -> "UserWorker":
+        """Start a process and have it import the user's function; `tell` is called with what its rollouts say, and
+        last with its death.
 
         Raises:
             ConfigError: the function is unusable.
@@ -114,41 +81,14 @@ class UserWorker:
                 short, which is not the function's fault.
             OSError: no process can be started at the moment.
         """
-        # Shared with the worker: the mark, followed by the worker's stack when requested.
-        page = os.memfd_create("rollout", os.MFD_CLOEXEC)
-        os.ftruncate(page, MARK.size)
-        os.pwrite(page, MARK.pack(NOBODY, 0), 0)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-u", "-P", "-m", "workers.agents.worker"),
-                *map(str, (os.getpid(), theirs.fileno(), page)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), page],
-                # A group of its own: `kill` also reaches processes that it started.
-                process_group=0,
-            )
-        channel: Channel[ToWorker, FromWorker] = await Channel.open(ours, FromWorker)
-        worker = UserWorker(process, channel, page, owner, stall_timeout_s=setup.stall_timeout_s)
-        worker._channel.send(setup)
+        worker = UserWorker(tell, stall_timeout_s=setup.stall_timeout_s)
         try:
-            loaded = await asyncio.wait_for(worker._channel.receive(), START_TIMEOUT_S)
+            await worker.load(setup)
         except TimeoutError as error:
-            await worker.gone()
-            raise UserCodeNotStarted(f"importing it took longer than {START_TIMEOUT_S:g} s") from error
-        except asyncio.CancelledError:  # the service is ending
-            await worker.gone()
-            raise
-        if not isinstance(loaded, Loaded):
-            if loaded is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), _GOODBYE_S)  # it has ended, or is about to
-            code = process.returncode or 0
-            await worker.gone()
-            if isinstance(loaded, Broken):
-                raise ConfigError(loaded.text)
-            why = f"its process {ended_how(code)} while it was imported; see the log"
-            raise UserCodeNotStarted(why) if code < 0 else ConfigError(why)
+            raise UserCodeNotStarted(str(error)) from error
+        except ChildDied as error:
+            why = f"its process {ended_how(worker.exit_code)} while it was imported; see the log"
+            raise (UserCodeNotStarted(why) if worker.exit_code < 0 else ConfigError(why)) from error
         loop = asyncio.get_running_loop()
         worker._last_pong = worker._last_turn = loop.time()
         worker._tasks = [loop.create_task(worker._read()), loop.create_task(worker._watch())]
@@ -159,18 +99,15 @@ class UserWorker:
         """Rollouts in this worker, including those that were told to stop."""
         return len(self._rollouts)
 
-    def send(self, message: Told | NotTold) -> None:
-        self._channel.send(message)
-
     def begin(self, start: Start) -> None:
         self._rollouts[start.run] = start.scratch
-        self._channel.send(start)
+        self.send(start)
 
     def end(self, run: int, *, within_s: float) -> None:
         """Cancel a rollout if it runs; kill the process if the rollout does not end within `within_s`."""
         if run not in self._rollouts or run in self._ending or not self.alive:
             return
-        self._channel.send(Stop(run))
+        self.send(Stop(run))
         self._await_end(run, within_s)
 
     def kill(self, how: str) -> None:
@@ -178,11 +115,10 @@ class UserWorker:
         if self.alive:
             self._how = how
         self.alive = False
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill_process()
 
     def _await_end(self, run: int, within_s: float) -> None:
-        self._channel.send(Ping())
+        self.send(Ping())
         loop = asyncio.get_running_loop()
         self._ending[run] = loop.call_later(within_s, self._late, run, within_s, loop.time())
 
@@ -196,53 +132,44 @@ class UserWorker:
             self._culprit = run
         self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
-    async def gone(self) -> None:
-        """Kill the process and wait for its end."""
-        self.kill("was ended")
-        if self._tasks:
+    async def gone(self, *, within_s: float = 0.0) -> None:
+        if self._tasks:  # `_read` cleans up
+            self.kill("was ended")
             await asyncio.wait({self._tasks[0]})
-            return
-        await self._process.wait()
-        self._close()
+        else:
+            await super().gone(within_s=within_s)
+            self._close_page()
 
     async def _read(self) -> None:
         try:
-            while (message := await self._channel.receive()) is not None:
+            while (message := await self.receive()) is not None:
                 self._heard(message)
         finally:
             await self._bury()
 
     def _heard(self, message: FromWorker) -> None:
         match message:
-            case Ask():
-                self._owner.asked(self, message)
-            case Begun():
-                self._owner.begun(self, message)
-            case Done():
-                if self._ended(message.run):
-                    self._owner.done(self, message)
-            case Raised():
-                if self._ended(message.run):
-                    self._owner.raised(self, message)
             case Pong():
                 self._last_pong = self._last_turn = asyncio.get_running_loop().time()
+            case Ask() | Begun():
+                self._tell(self, message)
+            case Done() | Raised() if self._ended(message.run):
+                self._tell(self, message)
 
     async def _bury(self) -> None:
         """Clean up after the process, and report whose fault its death was."""
         self.alive = False
         for timer in self._ending.values():
             timer.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await super().gone()
         for task in self._tasks[1:]:
             task.cancel()
         marked, _ = MARK.unpack_from(self._mark, 0)
-        self._close()
-        code = self._process.returncode or 0
-        how = "ran out of memory (rollout.max_memory_gb)" if code == OUT_OF_MEMORY else ended_how(code)
+        self._close_page()
+        is_full = self.exit_code == OUT_OF_MEMORY
+        how = "ran out of memory (rollout.max_memory_gb)" if is_full else ended_how(self.exit_code)
         culprit = marked if self._culprit is None else self._culprit
-        self._owner.died(self, WorkerDeath(self._how or how, culprit))
+        self._tell(self, WorkerDeath(self._how or how, culprit))
         for scratch in self._rollouts.values():
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
@@ -257,7 +184,7 @@ class UserWorker:
     async def _watch(self) -> None:
         loop, pause_s = asyncio.get_running_loop(), min(_PING_S, self._stall_timeout_s / 4)
         while True:
-            self._channel.send(Ping())
+            self.send(Ping())
             before = loop.time()
             await asyncio.sleep(pause_s)
             self._last_turn += max(
@@ -280,8 +207,8 @@ class UserWorker:
         """Make the process write its main thread's stack, which works even in the middle of native code."""
         os.ftruncate(self._page, MARK.size)  # drop an earlier stack; the processes share the file offset
         os.lseek(self._page, MARK.size, os.SEEK_SET)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(STACK_SIGNAL)
+        if self._process.returncode is None:  # a process that has ended ignores it
+            os.kill(self._process.pid, STACK_SIGNAL)
         stack, end = b"", asyncio.get_running_loop().time() + _STACK_S
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_LOOK_S)
@@ -295,8 +222,7 @@ class UserWorker:
         )
         return text
 
-    def _close(self) -> None:
-        self._channel.close()
+    def _close_page(self) -> None:
         self._mark.close()
         os.close(self._page)
 

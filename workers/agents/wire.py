@@ -1,4 +1,4 @@
-"""Messages between the processes of one instance's rollouts: msgpack after a four-byte length. Torch-free.
+"""Messages between the processes of one instance's rollouts. Torch-free.
 
 engine process                session service                       user worker
 Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
@@ -10,15 +10,16 @@ A ticket identifies a rollout, a run one attempt at it; the asking side numbers 
 """
 
 import asyncio
-import socket
+import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncflow.decoding import msgpack_decoder
-from workers.agents.turns import Message
-from workers.calls.frames import frame, read_frame
+from workers.agents.turns import ChatRequest, Message, Reply
+from workers.calls.child_process import Loaded, Refused
 from workers.settings.data import TemplateSettings
 
 
@@ -40,7 +41,6 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     max_response_tokens: int  # of one call
     max_attempts: int
     num_workers: int  # processes that run user code
-    path: list[bytes]  # `sys.path`, in file-system encoding
     scratch: str  # parent of the rollouts' own directories
     models: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # `rollout.models`
     # max_memory_bytes, max_file_bytes: limits of each process that runs user code; 0: none
@@ -94,12 +94,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The service accepts rollouts; `port` of the gateway, 0 without one."""
 
     port: int
-
-
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The user's function is unusable; says why."""
-
-    text: str
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True):
@@ -207,31 +201,19 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     """Reply to `Ping`: the event loop runs."""
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The worker has imported the function and the tools."""
-
-
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy reply to a conversation (`messages`, `tools`), or continue tokens (`prompt`)."""
+    """Have the policy reply."""
 
     number: int  # of the call
     run: int
-    messages: list[Message]
-    tools: list[Message] | None
-    prompt: list[int] | None
-    max_tokens: int | None  # None: `rollout.max_response_tokens`
-    stop: list[str]  # texts that end the reply
+    request: ChatRequest
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
     """The reply to an `Ask`."""
 
     number: int
-    node: int  # identifies what was drawn; `Done` refers to it
-    # message, finish_reason: OpenAI format
-    message: Message
-    finish_reason: str
-    token_ids: list[int]
+    reply: Reply
 
 
 class NotTold(msgspec.Struct, frozen=True, tag=True):
@@ -262,15 +244,40 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Broken | NotStarted | Warned | Pong | Draw | Undraw | Finished | Retried | Failed
+FromService = Ready | Refused | NotStarted | Warned | Pong | Draw | Undraw | Finished | Retried | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
-FromWorker = Loaded | Broken | Pong | Begun | Ask | Done | Raised
+FromWorker = Loaded | Refused | Pong | Begun | Ask | Done | Raised
 
 
-# Messages over a stream socket in an event loop.
-
-S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R")
+
+
+class PendingReplies(Generic[R]):
+    """Calls of this process that wait for their replies, by number; in an event loop."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[R]] = {}
+
+    @contextmanager
+    def call(self) -> "Iterator[tuple[int, asyncio.Future[R]]]":
+        """Provide a number for a call, and its reply."""
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            yield number, self._waiting[number]
+        finally:
+            del self._waiting[number]
+
+    def settle(self, number: int, outcome: R | Exception) -> None:
+        """The reply has come, or will not; ignored if nobody waits for it any longer."""
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(outcome, Exception):
+            waiting.set_exception(outcome)
+        else:
+            waiting.set_result(outcome)
 
 
 class ProcessorTime:
@@ -281,39 +288,3 @@ class ProcessorTime:
         """Return the processor time of this process since the previous call (s)."""
         before, self._counted_s = self._counted_s, time.process_time()
         return self._counted_s - before
-
-
-class Channel(Generic[S, R]):
-    """Sends messages of type S and receives those of type R."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._decoder = msgpack_decoder(received)
-
-    @classmethod
-    async def open(cls, connection: socket.socket, received: Any) -> "Channel[Any, Any]":
-        """Take over a connected socket (`close` closes it); `received` is the union of types to expect."""
-        reader, writer = await asyncio.open_connection(sock=connection)
-        return cls(reader, writer, received)
-
-    def send(self, message: S) -> None:
-        """Send a message without waiting; drop it if the peer is gone. Raises TypeError or ValueError if it cannot be
-        encoded."""
-        data = frame(message)
-        if not self._writer.is_closing():
-            self._writer.write(data)
-
-    async def receive(self) -> R | None:
-        """Return the next message, or None if the peer is gone or sent something that is not a message."""
-        try:
-            message: R = self._decoder.decode(await read_frame(self._reader))
-        except (EOFError, ConnectionError, msgspec.DecodeError):
-            return None
-        return message
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    def close(self) -> None:
-        self._writer.close()

@@ -1,6 +1,6 @@
 """A process that runs users' rollout functions: one event loop with many rollouts, started by the session service.
 
-    python -u -P -m workers.agents.worker PARENT_PID SOCKET MARK
+    python -m workers.agents.worker PARENT_PID SOCKET MARK
 
 It holds neither weights nor an engine, and imports torch only if the user's module does. While a step of a rollout's
 coroutines executes, the shared file MARK names its run. So when the process dies or its loop hangs, the service knows
@@ -33,20 +33,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.process import die_with_parent, limit_resources
-from workers.agents.api import Context, Model, Reply, Sample, Tool, load_tools, task_of
+from asyncflow.process import limit_resources
+from workers.agents.api import Context, Model, Sample, Tool, load_tools, task_of
 from workers.agents.other_model import OtherModel
 from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
-from workers.agents.turns import ChatRequest
+from workers.agents.turns import ChatRequest, Reply
 from workers.agents.wire import (
     Ask,
     Begun,
-    Broken,
-    Channel,
     Done,
     FromWorker,
-    Loaded,
     NotTold,
+    PendingReplies,
     Ping,
     Pong,
     ProcessorTime,
@@ -57,7 +55,7 @@ from workers.agents.wire import (
     Told,
     ToWorker,
 )
-from workers.calls.child import outlive_stop_signals
+from workers.calls.child_process import Channel, Loaded, Refused, parent_socket
 from workers.calls.user_function import is_async, load_function
 from workers.rewards.base import finite, metrics_of, reward_of
 from workers.settings.rollout import FUNCTIONS
@@ -91,13 +89,8 @@ class StartPace:
 
 
 def main() -> None:
-    parent_pid, descriptor, page = (int(text) for text in sys.argv[1:])
-    die_with_parent(parent_pid)
-    outlive_stop_signals()
-    connection = socket.socket(fileno=descriptor)
-    # Programs started by the user's code must not hold these open.
-    connection.set_inheritable(False)
-    os.set_inheritable(page, False)
+    connection, page = parent_socket(), int(sys.argv[3])
+    os.set_inheritable(page, False)  # programs started by the user's code must not hold it open
     # faulthandler writes at the file's offset: after the mark.
     os.lseek(page, MARK.size, os.SEEK_SET)
     faulthandler.register(STACK_SIGNAL, file=page, all_threads=False)
@@ -114,15 +107,14 @@ def main() -> None:
 
 
 async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
-    channel = await Channel.open(connection, ToWorker)
+    channel: Channel[FromWorker, ToWorker] = await Channel.open(connection, ToWorker)
     setup = await channel.receive()
     assert isinstance(setup, Setup)
-    sys.path[:] = map(os.fsdecode, setup.path)
     limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
     try:
         worker = Worker(channel, setup)
     except ConfigError as error:
-        channel.send(Broken(str(error)))
+        channel.send(Refused(str(error)))
         await channel.drain()
         return
     asyncio.get_running_loop().set_task_factory(lambda loop, coroutine, **more: _marked(loop, coroutine, mark, **more))
@@ -136,8 +128,7 @@ class Worker:
 
     def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
         self._channel = channel
-        self._number = 0
-        self._waiting: dict[int, asyncio.Future[Told]] = {}
+        self._asked: PendingReplies[Reply] = PendingReplies()
         self._in_line: deque[Start] = deque()
         self._came = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -159,10 +150,10 @@ class Worker:
                 case Stop():
                     self._stop(message.run)
                 case Told():
-                    self._settle(message.number, message)
+                    self._asked.settle(message.number, message.reply)
                 case NotTold():
                     error = BudgetSpent(message.text) if message.budget else UserCodeFailed(message.text)
-                    self._settle(message.number, error)
+                    self._asked.settle(message.number, error)
                 case Ping():
                     self._channel.send(Pong())
         beginning.cancel()
@@ -199,30 +190,13 @@ class Worker:
             self._in_line.remove(start)
             self._channel.send(Raised(run, "it was stopped before it began"))
 
-    async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
-        self._number += 1
-        number = self._number
-        waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
-        try:
-            prompt = None if token_ids is None else list(token_ids)
-            stop = list(request.stop)
-            self._channel.send(Ask(number, run, request.messages, request.tools, prompt, request.max_tokens, stop))
-            told = await waiting
-            return Reply(told.message, told.finish_reason, told.token_ids, told.node, run)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not representable in msgpack
-            raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
-        finally:
-            self._waiting.pop(number, None)
-
-    def _settle(self, number: int, outcome: Told | Exception) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(outcome, Told):
-            waiting.set_result(outcome)
-        else:
-            waiting.set_exception(outcome)
+    async def ask(self, run: int, request: ChatRequest) -> Reply:
+        with self._asked.call() as (number, reply):
+            try:
+                self._channel.send(Ask(number, run, request))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not representable in msgpack
+                raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
+            return await reply
 
     async def _run(self, start: Start) -> None:
         outcome: Done | Raised

@@ -1,6 +1,12 @@
-"""The process in which a user's function is called, for `workers.calls.pool`.
+"""The process in which a user's function is called, for `workers.calls.pool`, and their messages.
 
-    python -u -P -m workers.calls.child PARENT_PID SOCKET
+pool                                     child (`python -m workers.calls.child`)
+Load        ------------------------->   imports the function
+            <-------------------------   Loaded, or Refused
+Ask 1, 2 .. ------------------------->   calls it
+            <-------------------------   Returned, Raised, or Unusable
+Cancel 2    ------------------------->   cancels its coroutine (only an async child reads this during a call)
+            <-------------------------   Cancelled
 
 A `def` is called in the main thread, one call after the other; if it hangs or holds the GIL, the pool kills the
 process. An `async def` runs in the main thread's event loop, with as many concurrent calls as the pool sends. Output of
@@ -14,44 +20,77 @@ import importlib
 import inspect
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.process import STOP_SIGNALS, die_with_parent
-from workers.calls.frames import (
-    Ask,
-    Cancel,
-    Cancelled,
-    Load,
-    Loaded,
-    Raised,
-    Refused,
-    Returned,
-    Unusable,
-    frame,
-    read_frame,
-    receive,
-    to_child,
-)
+from workers.calls.child_process import Channel, Loaded, Refused, frame, parent_socket, receive_frame
 from workers.calls.user_function import Callee, is_async
 
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Import the entry, and the function that it names."""
+
+    entry: str  # our own `module:function`, which returns the `Callee`
+    settings: Mapping[str, Any]  # its arguments
+    memory_bytes: int | None  # limit of the address space; None: unlimited
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Call the function."""
+
+    number: int
+    arguments: list[Any]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Cancel a call whose deadline passed."""
+
+    number: int
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """The function's result."""
+
+    number: int
+    value: Any
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """The function raised; type and message on one line."""
+
+    number: int
+    text: str
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """The function returned something unusable; the whole message."""
+
+    number: int
+    text: str
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """The call is cancelled, and the child's loop is alive."""
+
+    number: int
+
+
 Outcome = Returned | Raised | Unusable
+ToChild = Load | Ask | Cancel
+ToPool = Loaded | Refused | Outcome | Cancelled
 
 
 def main() -> None:
-    parent_pid, descriptor = (int(text) for text in sys.argv[1:])
-    die_with_parent(parent_pid)
-    outlive_stop_signals()
-    connection = socket.socket(fileno=descriptor)
-    # Programs started by the user's code must not hold it open.
-    connection.set_inheritable(False)
-    load = receive(connection)
+    connection = parent_socket()
+    load = _receive(connection)
     assert isinstance(load, Load)
-    sys.path[:] = map(os.fsdecode, load.path)
     if load.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
     module, _, name = load.entry.partition(":")
@@ -68,6 +107,12 @@ def main() -> None:
         return
 
 
+def _receive(connection: socket.socket) -> ToChild:
+    """Wait for a message; EOFError: the pool is gone."""
+    message: ToChild = msgpack_decoder(ToChild).decode(receive_frame(connection))
+    return message
+
+
 class Server:
     def __init__(self, callee: Callee) -> None:
         self._callee = callee
@@ -78,23 +123,22 @@ class Server:
     def serve(self, connection: socket.socket) -> None:
         """Call a `def`, again and again, until EOFError or ConnectionError: the pool is gone."""
         while True:
-            ask = receive(connection)
+            ask = _receive(connection)
             assert isinstance(ask, Ask), "a child that is busy is killed, not asked to stop"
-            connection.sendall(_framed(self._call(ask)))
+            _send(lambda outcome: connection.sendall(frame(outcome)), self._call(ask))
 
     async def serve_async(self, connection: socket.socket) -> None:
-        """Call an `async def`, with concurrent calls, until EOFError or ConnectionError: the pool is gone."""
-        reader, writer = await asyncio.open_connection(sock=connection)
-        while True:
-            message = to_child(await read_frame(reader))
+        """Call an `async def`, with concurrent calls, until the pool is gone."""
+        channel: Channel[ToPool, ToChild] = await Channel.open(connection, ToChild)
+        while (message := await channel.receive()) is not None:
             if isinstance(message, Ask):
-                self._running[message.number] = asyncio.create_task(self._answer(message, writer))
+                self._running[message.number] = asyncio.create_task(self._answer(message, channel))
             elif isinstance(message, Cancel):
                 if (task := self._running.pop(message.number, None)) is not None:
                     task.cancel()
-                writer.write(frame(Cancelled(message.number)))
+                channel.send(Cancelled(message.number))
 
-    async def _answer(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, ask: Ask, channel: Channel[ToPool, ToChild]) -> None:
         try:
             value = self._callee.function(*self._callee.takes(ask.arguments))
             value = await value if inspect.isawaitable(value) else value
@@ -103,7 +147,7 @@ class Server:
         else:
             outcome = self._given(ask, value)
         if self._running.pop(ask.number, None) is not None:  # otherwise it was cancelled
-            writer.write(_framed(outcome))
+            _send(channel.send, outcome)
 
     def _call(self, ask: Ask) -> Outcome:
         try:
@@ -133,26 +177,12 @@ class Server:
         return Raised(ask.number, one_line(error))
 
 
-def outlive_stop_signals() -> None:
-    """Survive stop signals: the pool decides when this process ends."""
-    for number in STOP_SIGNALS:
-        # A handler, since programs started by the user's code would inherit ignored signals. Forks get the default
-        # handling.
-        signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_obey_stop_signals)
-
-
-def _obey_stop_signals() -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _framed(outcome: Outcome) -> bytes:
-    """Encode the outcome or, if it cannot be encoded, the reason."""
+def _send(send: Callable[[Outcome], None], outcome: Outcome) -> None:
+    """Send the outcome or, if it cannot be encoded, the reason."""
     try:
-        return frame(outcome)
+        send(outcome)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return frame(Raised(outcome.number, f"something that cannot be passed on: {one_line(error)}"))
+        send(Raised(outcome.number, f"something that cannot be passed on: {one_line(error)}"))
 
 
 if __name__ == "__main__":

@@ -14,53 +14,20 @@ pool does not know what it calls: rewards, tasks and other user code have one po
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncflow.clock import awake_slices
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed, UserCodeNotStarted, one_line
-from workers.calls.frames import (
-    Ask,
-    Cancel,
-    Load,
-    Loaded,
-    Raised,
-    Refused,
-    Returned,
-    ToPool,
-    Unusable,
-    frame,
-    read_frame,
-    to_pool,
-)
+from workers.calls.child import Ask, Cancel, Load, Raised, Returned, ToChild, ToPool, Unusable
+from workers.calls.child_process import RESPONSE_S, ChildDied, ChildProcess, Loaded, Refused, done_within
 
-# One child of a pool: its process, its socket, and its calls in flight. Used inside the pool's loop only.
-#
-# Children are started afresh (`python -m workers.calls.child`), never forked, since this process may have torch's
-# threads. Each leads its own process group, so that processes started by a user's function end with it.
-
-START_TIMEOUT_S = 120.0
-"""Time that a child has to import what it needs (s)."""
-RESPONSE_S = 1.0
-"""Time for an async child to confirm a cancellation, and for us to read what a dead child sent (s)."""
-_LOADED = -1
-_LOOK_S = 0.01
-
-
-class ChildDied(Exception):
-    """The process ended, or had to be killed, during this call."""
+# One child of a pool, and its calls in flight. Used inside the pool's loop only.
 
 
 class CallRaised(Exception):
@@ -71,8 +38,8 @@ class ResultUnusable(Exception):
     """The function returned something unusable; the whole message."""
 
 
-class ChildProcess:
-    """The parent's side of one child, which dies with the thread that constructs this.
+class PoolChild(ChildProcess[ToChild, ToPool]):
+    """One child of a pool.
 
     Attributes:
         is_async: it accepts concurrent calls.
@@ -81,51 +48,22 @@ class ChildProcess:
         crowded: it died with several calls in flight, any of which may be the cause.
     """
 
-    def __init__(self, load: Load) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as unless_started:
-            unless_started.callback(ours.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "workers.calls.child", str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-            unless_started.pop_all()
-        self._socket = ours
-        self._load = load
+    def __init__(self) -> None:
+        super().__init__("workers.calls.child", ToPool)
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[ToPool]] = {}
         self._alone = False
-        self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._death = _death_of(self._process.pid)
         self.is_async = False
         self.capacity = 1
         self.alive = True
         self.crowded = False
 
-    async def until_loaded(self) -> None:
-        """Wait until it can serve.
-
-        Raises:
-            ConfigError: the user's function cannot be imported.
-            ChildDied: it ended.
-            TimeoutError: it took too long.
-        """
-        reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        if self._death is not None:
-            asyncio.get_running_loop().add_reader(self._death, self._died)
-        reply = self._replies[_LOADED] = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(reader))
-        self._writer.write(frame(self._load))
-        if not await _done_within(reply, START_TIMEOUT_S):
-            raise TimeoutError(f"not ready within {START_TIMEOUT_S:g} s")
-        loaded = self._replies.pop(_LOADED).result()
-        if isinstance(loaded, Refused):
-            raise ConfigError(loaded.text)
-        assert isinstance(loaded, Loaded)
+    async def load(self, first: ToChild) -> Loaded:
+        loaded = await super().load(first)
         self.is_async = loaded.is_async
+        self._reading = asyncio.create_task(self._read())
+        return loaded
 
     def has_room(self, *, alone: bool) -> bool:
         """Return whether it accepts one more call now; an `alone` call needs an idle child."""
@@ -136,12 +74,10 @@ class ChildProcess:
     def begin(self, arguments: Sequence[Any], *, alone: bool) -> int:
         """Send a call (see `has_room`); return its number. Raises ValueError or TypeError if arguments cannot be
         encoded."""
-        assert self._writer is not None
         number = next(self._numbers)
-        data = frame(Ask(number, list(arguments)))
+        self.send(Ask(number, list(arguments)))
         self._replies[number] = asyncio.get_running_loop().create_future()
         self._alone = alone
-        self._writer.write(data)
         return number
 
     async def result(self, number: int, timeout_s: float) -> Any:
@@ -153,7 +89,7 @@ class ChildProcess:
             ChildDied: the process is gone, by itself or because another call took too long.
         """
         try:
-            if not await _done_within(self._replies[number], timeout_s):
+            if not await done_within(self._replies[number], timeout_s):
                 await self._end(number)
                 raise TimeoutError
             match self._replies[number].result():
@@ -176,89 +112,42 @@ class ChildProcess:
         self.alive = False
         # Counted before the replies fail: `result` removes each.
         self.crowded = len(self._replies) > 1
-        self._watch_no_more()
-        self._kill_group()
-        if self._writer is None:
-            self._socket.close()
-        else:
-            self._writer.close()
+        self.kill_process()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ChildDied())
                 reply.exception()  # marks it as retrieved, as its caller may be gone
 
-    async def gone(self) -> None:
-        """Kill it and wait for its end."""
+    async def gone(self, *, within_s: float = 0.0) -> None:
         self.kill()
+        await super().gone(within_s=within_s)
         if self._reading is not None:
-            self._reading.cancel()
             await asyncio.wait({self._reading})
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
-        while self._process.poll() is None:  # short, since it was killed
-            await asyncio.sleep(_LOOK_S)
-
-    def _died(self) -> None:
-        """The process ended."""
-        self._watch_no_more()
-        self._kill_group()
-        # Its last output is still read. End of file usually follows, but a process that it forked into another
-        # session may hold the socket open.
-        asyncio.get_running_loop().call_later(RESPONSE_S, self.kill)
-
-    def _watch_no_more(self) -> None:
-        if self._death is not None:
-            asyncio.get_running_loop().remove_reader(self._death)
-            os.close(self._death)
-            self._death = None
-
-    def _kill_group(self) -> None:
-        if self._process.returncode is None:  # otherwise the number may belong to another group by now
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self, number: int) -> None:
         """End an overdue call: cancel it if other calls can continue, else kill the child. Raises ChildDied if other
         calls were in flight, one of which may have delayed this one."""
         if self.is_async and self.alive:
-            assert self._writer is not None
             heard = self._replies[number] = asyncio.get_running_loop().create_future()
-            self._writer.write(frame(Cancel(number)))
-            if await _done_within(heard, RESPONSE_S) and heard.exception() is None:
+            self.send(Cancel(number))
+            if await done_within(heard, RESPONSE_S) and heard.exception() is None:
                 return
         self.kill()
         if self.crowded:
             raise ChildDied
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                reply = to_pool(await read_frame(reader))
-                waiting = self._replies.get(_LOADED if isinstance(reply, Loaded | Refused) else reply.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(reply)
-        except (EOFError, ConnectionError):
-            self.kill()
-
-
-def _death_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
-
-
-async def _done_within(future: "asyncio.Future[Any]", timeout_s: float) -> bool:
-    """Wait for a future and return whether it is done; time in which this process was stalled does not count."""
-    for slice_s in awake_slices(timeout_s):
-        if (await asyncio.wait({future}, timeout=slice_s))[0]:
-            return True
-    return future.done()
+    async def _read(self) -> None:
+        while (reply := await self.receive()) is not None:
+            waiting = None if isinstance(reply, Loaded | Refused) else self._replies.get(reply.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply)
+        self.kill()
 
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -305,8 +194,8 @@ class CallPool:
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._waiting: deque[_Call] = deque()
-        self._children: list[ChildProcess] = []
-        self._dead: list[ChildProcess] = []
+        self._children: list[PoolChild] = []
+        self._dead: list[PoolChild] = []
         self._starting = 0
         self._most_children = 1  # until the first child reports whether the function is async
         self._refusal: ConfigError | None = None
@@ -315,22 +204,30 @@ class CallPool:
         self._thread.start()
 
     def until_ready(self) -> None:
-        """Wait for the first child.
+        """Wait for the first child; close the pool if there is none.
 
         Raises:
             ConfigError: the function cannot be imported.
             UserCodeNotStarted: the process did not start, twice.
         """
-        self._ready.result()
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, *arguments: Any, on: str) -> "Future[Any]":
         """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`. The future
-        raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes."""
+        raises `UserCodeFailed`, naming function and arguments (or why the function cannot be imported), and is
+        cancelled when the pool closes."""
         call = _Call(arguments, on, Future())
         # Under the lock: `close` must not end the loop between the check and the scheduling.
         with self._lock:
-            if self._closed:
+            if self._closed and self._refusal is not None:
+                call.outcome.set_exception(self._refusal)
+            elif self._closed:
                 call.outcome.cancel()
+            if self._closed:
                 return call.outcome
             self._calls.add(call)
             self._loop.call_soon_threadsafe(self._add, call)
@@ -370,7 +267,7 @@ class CallPool:
         for child in (*self._children, *self._dead):
             await child.gone()
 
-    async def _bury(self, child: ChildProcess) -> None:
+    async def _bury(self, child: PoolChild) -> None:
         await child.gone()
         self._dead.remove(child)
 
@@ -438,7 +335,7 @@ class CallPool:
         for _ in range(len(self._waiting) if self._refusal else min(1, len(self._waiting))):
             self._settle(self._waiting.popleft(), error=told)
 
-    async def _await(self, call: _Call, child: ChildProcess, number: int) -> None:
+    async def _await(self, call: _Call, child: PoolChild, number: int) -> None:
         try:
             self._settle(call, value=await child.result(number, self._timeout_s))
         except CallRaised as error:
@@ -480,27 +377,36 @@ class CallPool:
         task.add_done_callback(self._tasks.discard)
 
 
+def converted(done: "Future[A]", convert: "Callable[[Future[A]], B]") -> "Future[B]":
+    """Return a future of what `convert` makes of a future that is done, or of the exception that it raises."""
+    result: Future[B] = Future()
+    result.set_running_or_notify_cancel()
+
+    def settle(done: "Future[A]") -> None:
+        try:
+            result.set_result(convert(done))
+        except Exception as error:  # noqa: BLE001  boundary of a thread: whoever waits for the result raises it
+            result.set_exception(error)
+
+    done.add_done_callback(settle)
+    return result
+
+
 def _is_wanted(call: _Call) -> bool:
     """Return whether the caller has not cancelled it; from now on it cannot."""
     return call.outcome.running() or call.outcome.set_running_or_notify_cancel()
 
 
-async def _started(entry: Entry) -> ChildProcess:
+async def _started(entry: Entry) -> PoolChild:
     """Start a child, with a second attempt if it dies or takes too long: memory or disk may be short for a moment."""
-    path = [os.fsencode(place) for place in sys.path]
-    load = Load(entry.function, entry.settings, path, entry.memory_bytes)
     try:
-        return await _started_once(load)
+        return await _started_once(entry)
     except (ChildDied, TimeoutError, OSError) as error:
         logger.warning("a process for user code did not start (%s); starting it again", one_line(error))
-        return await _started_once(load)
+        return await _started_once(entry)
 
 
-async def _started_once(load: Load) -> ChildProcess:
-    child = ChildProcess(load)
-    try:
-        await child.until_loaded()
-    except BaseException:
-        await child.gone()
-        raise
+async def _started_once(entry: Entry) -> PoolChild:
+    child = PoolChild()
+    await child.load(Load(entry.function, entry.settings, entry.memory_bytes))
     return child

@@ -48,11 +48,7 @@ class UserObject:
             timeout_s=timeout_s,
             concurrency=1,
         )
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self._pool.close()
-            raise
+        self._pool.until_ready()
 
     def call(self, method: str, *arguments: Any, on: str) -> Any:
         """Call a method and wait; `on` describes the arguments in words. Raises UserCodeFailed if it raised, hung, or

@@ -33,22 +33,32 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+NO_FIELDS = "{}"
+"""A data row (JSON) of which only prompt and ground truth are known."""
+
+
 @dataclass(frozen=True)
-class DrawnResponse:
-    """What a reward may know about a response besides its text.
+class Response:
+    """One response to be scored: everything that a reward may know.
 
     Attributes:
+        task: the data row, JSON.
         num_tokens: drawn by the policy in all turns.
         truncated: it was cut off, or a budget ended it.
         token_ids: int32 as bytes, for functions that ask for them.
     """
 
+    prompt: str
+    response: str
+    ground_truth: str
+    task: str = NO_FIELDS
     num_tokens: int = 0
     truncated: bool = False
     token_ids: bytes = b""
 
 
-NOTHING_DRAWN = DrawnResponse()
+Reward = Callable[[Response], Score]
+"""What `load_reward` returns. Raises UserCodeFailed if there is no score that float32 can hold."""
 
 
 class FailedShare:
@@ -168,9 +178,3 @@ def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
         metrics = metrics_of({name: value for name, value in returned.items() if name != "reward"})
         returned = returned["reward"]
     return None if returned is None else finite("the reward", returned), metrics
-
-
-NO_FIELDS = "{}"
-"""A data row (JSON) of which only prompt and ground truth are known."""
-ScoreFunction = Callable[[str, str, str], Score]
-"""(prompt, response, ground_truth) -> score: what `load_reward` returns."""

@@ -41,11 +41,7 @@ class GroupFilter:
             timeout_s=_TIMEOUT_S,
             concurrency=1,
         )
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self.close()
-            raise
+        self._pool.until_ready()
 
     def refused(self, groups: Sequence[int], rewards: Sequence[float]) -> frozenset[int]:
         """Return the ids of whole groups that are not to be trained on.

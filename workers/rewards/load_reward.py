@@ -2,7 +2,7 @@
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function, load_function
-from workers.rewards.base import Score, ScoreFunction
+from workers.rewards.base import Response, Reward, Score
 from workers.rewards.math import check_installed
 from workers.rewards.pooled import FIELD, GROUP_FIELD, PooledReward, RemoteReward, check_url, compile_pattern, is_url
 from workers.settings.rewards import ISOLATED, REWARDS, RewardConfig
@@ -27,12 +27,17 @@ def digits_reward(prompt: str, response: str, ground_truth: str) -> Score:
     return Score(0.5 * float(correct) + 0.5 * (1.0 if correct else share), correct)
 
 
-def load_reward(config: RewardConfig) -> ScoreFunction:
-    """Return the function (prompt, response, ground_truth) -> Score; raises ConfigError if a user's cannot be
-    imported."""
+def load_reward(config: RewardConfig) -> Reward:
+    """Raises ConfigError if a user's function cannot be imported."""
     check_reward(config)
     if config.function in REWARDS.built_in and config.function not in ISOLATED:
-        return load_function(REWARDS.locate(config.function), field=FIELD, arguments=None)
+        function = load_function(REWARDS.locate(config.function), field=FIELD, arguments=None)
+
+        def score(one: Response) -> Score:
+            scored: Score = function(one.prompt, one.response, one.ground_truth)
+            return scored
+
+        return score
     if is_url(config.function):
         return RemoteReward(config)
     reward = PooledReward(config)

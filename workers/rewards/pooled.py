@@ -12,15 +12,15 @@ import urllib.error
 import urllib.request
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.calls.pool import CallPool, Entry
+from workers.calls.pool import CallPool, Entry, converted
 from workers.calls.user_function import Callee, excerpt, is_async, load_function
-from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score, as_rewards, as_score
+from workers.rewards.base import Response, Score, as_rewards, as_score
 from workers.rewards.math import VerifiedMath
 from workers.settings.rewards import RewardConfig
 
@@ -77,8 +77,8 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str]:
 
 
 def user_reward(name: str) -> Callee:
-    """Import a user's reward function. It is sent (prompt, response, ground truth, data row, number of tokens,
-    truncated, tokens). Raises ConfigError if it cannot be imported, or has an unknown parameter."""
+    """Import a user's reward function. It is sent the fields of a `Response`, in order. Raises ConfigError if it cannot
+    be imported, or has an unknown parameter."""
     what = f"{FIELD}: {name}"
     called = _ByName(load_function(name, field=FIELD, arguments=None), what, (*_OURS, *_VERLS))
 
@@ -245,34 +245,12 @@ _ENTRIES = "workers.rewards.pooled"
 _MEMORY_BYTES = 4 * 2**30  # a power tower in a response could otherwise take the machine's whole memory
 
 
-class _RewardPool:
+class _RewardPool(CallPool):
     """A pool of children for a function of section `reward`, with its deadline and concurrency."""
 
     def __init__(self, config: RewardConfig, entry: Entry, what: str) -> None:
-        self._pool = CallPool(
-            entry,
-            what=what,
-            limit="reward.timeout_s",
-            timeout_s=config.timeout_s,
-            concurrency=config.concurrency or CONCURRENCY,
-        )
-
-    def until_ready(self) -> None:
-        """Wait for the first child.
-
-        Raises:
-            ConfigError: the function cannot be imported.
-            UserCodeNotStarted: the process did not start, twice.
-        """
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Kill the children and cancel pending scores. Idempotent."""
-        self._pool.close()
+        most = config.concurrency or CONCURRENCY
+        super().__init__(entry, what=what, limit="reward.timeout_s", timeout_s=config.timeout_s, concurrency=most)
 
 
 class PooledReward(_RewardPool):
@@ -281,35 +259,13 @@ class PooledReward(_RewardPool):
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config, _entry(config), f"reward.function: {config.function}")
 
-    def submit(
-        self,
-        prompt: str,
-        response: str,
-        ground_truth: str,
-        task: str = NO_FIELDS,
-        drawn: DrawnResponse = NOTHING_DRAWN,
-    ) -> "Future[Score]":
-        """Score one response to the data row `task` (JSON); the future raises `UserCodeFailed` if there is no score."""
-        score: Future[Score] = Future()
-        score.set_running_or_notify_cancel()
-        texts = (prompt, response, ground_truth, task)
-        facts = (drawn.num_tokens, drawn.truncated, drawn.token_ids)
-        pending = self._pool.submit(*texts, *facts, on=f"response {excerpt(response)}")
-        pending.add_done_callback(lambda done: _pass_on(done, score))
-        return score
+    def score(self, one: Response) -> "Future[Score]":
+        """Score one response; the future raises `UserCodeFailed` if there is no score."""
+        pending = self.submit(*vars(one).values(), on=f"response {excerpt(one.response)}")
+        return converted(pending, lambda done: Score(**done.result()))
 
-    def __call__(
-        self,
-        prompt: str,
-        response: str,
-        ground_truth: str,
-        task: str = NO_FIELDS,
-        drawn: DrawnResponse = NOTHING_DRAWN,
-        /,
-    ) -> Score:
-        """Score one response and wait. Raises UserCodeFailed if the function raised, hung, or returned no score that
-        float32 can hold."""
-        return self.submit(prompt, response, ground_truth, task, drawn).result()
+    def __call__(self, one: Response) -> Score:
+        return self.score(one).result()
 
 
 class GroupPool(_RewardPool):
@@ -320,7 +276,7 @@ class GroupPool(_RewardPool):
         assert name is not None
         super().__init__(config, Entry(f"{_ENTRIES}:group_reward", {"name": name}), f"{GROUP_FIELD}: {name}")
 
-    def submit(
+    def reward(
         self,
         prompt: str,
         ground_truth: str,
@@ -328,10 +284,10 @@ class GroupPool(_RewardPool):
         members: Sequence[Mapping[str, Any]],
         token_ids: Sequence[bytes],
     ) -> "Future[list[float]]":
-        """Reward the members of a group (docs/rewards.md); the future raises `UserCodeFailed` if that fails. `task` is
-        the data row, JSON; `token_ids` are per member, see `DrawnResponse`."""
+        """Reward the members of a group (docs/rewards.md); the future raises `UserCodeFailed` if that fails. `task` and
+        `token_ids` (per member): see `Response`."""
         on = f"{len(members)} responses to {excerpt(prompt)}"
-        return self._pool.submit(prompt, ground_truth, task, list(members), list(token_ids), on=on)
+        return self.submit(prompt, ground_truth, task, list(members), list(token_ids), on=on)
 
 
 def _entry(config: RewardConfig) -> Entry:
@@ -340,15 +296,6 @@ def _entry(config: RewardConfig) -> Entry:
     if config.function == "math_verify":
         return Entry(f"{_ENTRIES}:verified_math", memory_bytes=_MEMORY_BYTES)
     return Entry(f"{_ENTRIES}:user_reward", {"name": config.function})
-
-
-def _pass_on(done: "Future[dict[str, Any]]", score: "Future[Score]") -> None:
-    if done.cancelled():
-        score.set_exception(CancelledError())
-    elif (error := done.exception()) is not None:
-        score.set_exception(error)
-    else:
-        score.set_result(Score(**done.result()))
 
 
 # A scorer behind HTTP (`reward.function: http://host:port/score`): responses are posted in batches as they finish.
@@ -393,21 +340,13 @@ class RemoteReward:
         for number in range(_SENDERS):
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
-    def __call__(
-        self,
-        prompt: str,
-        response: str,
-        ground_truth: str,
-        task: str = NO_FIELDS,
-        drawn: DrawnResponse = NOTHING_DRAWN,
-        /,
-    ) -> Score:
+    def __call__(self, one: Response) -> Score:
         """Score one response; raises UserCodeFailed if the scorer gives no score for it."""
-        fields = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "task": json.loads(task)}
-        fields |= {"num_tokens": drawn.num_tokens, "truncated": drawn.truncated}
-        one = _Waiting(fields, Future())
-        self._waiting.put(one)
-        return one.score.result()
+        fields = {**vars(one), "task": json.loads(one.task)}
+        del fields["token_ids"]
+        waiting = _Waiting(fields, Future())
+        self._waiting.put(waiting)
+        return waiting.score.result()
 
     def _send_for_ever(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from transformers import PreTrainedTokenizerBase
 from asyncflow.errors import UserCodeFailed
 from asyncflow.repeated import RepeatedWarnings
 from tq.columns import Column
+from workers.calls.pool import converted
 from workers.data.tokenizer import TextDecoder
-from workers.rewards.base import NO_FIELDS, DrawnResponse, Score
+from workers.rewards.base import NO_FIELDS, Response, Score
 from workers.rewards.load_reward import load_reward
-from workers.rewards.pooled import GroupPool, PooledReward, RemoteReward, is_url
+from workers.rewards.pooled import GroupPool, PooledReward, is_url
 from workers.rows.finished import FinishedRollout
 from workers.settings.dataflow import REWARD_PARTS
 from workers.settings.rewards import RewardConfig
@@ -59,8 +61,9 @@ class _Work:
     ground_truth: str
     task: str
     truncated: bool
-    text: str | None  # scored instead of the decoded response
-    parts: Mapping[str, float]  # numbers that are added to the reward's own parts
+    # text, parts: see `Scorer.submit`
+    text: str | None
+    parts: Mapping[str, float]
     scored: "Future[ScoredResponse]" = field(default_factory=Future)
 
 
@@ -106,7 +109,7 @@ class Scorer:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
             parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
-            return self._submit(
+            return self.submit(
                 rollout.prompt, rollout.drawn, ground_truth, task,
                 truncated=rollout.truncated, text=rollout.response, parts=parts,
             )  # fmt: skip
@@ -126,23 +129,12 @@ class Scorer:
         task: str = NO_FIELDS,
         *,
         truncated: bool = False,
-    ) -> "Future[ScoredResponse]":
-        """Score one response (int64 tokens); `task` is the data row, JSON."""
-        return self._submit(prompt_P, response_R, ground_truth, task, truncated=truncated)
-
-    def _submit(
-        self,
-        prompt_P: Tensor,
-        response_R: Tensor,
-        ground_truth: str,
-        task: str,
-        *,
-        truncated: bool,
         text: str | None = None,
-        parts: Mapping[str, float] | None = None,
+        parts: Mapping[str, float] = MappingProxyType({}),
     ) -> "Future[ScoredResponse]":
-        prompt, response = tuple(prompt_P.tolist()), tuple(response_R.tolist())
-        work = _Work(prompt, response, ground_truth, task, truncated, text, parts or {})
+        """Score one response (int64 tokens); `task` is the data row, JSON. `text` is scored instead of the decoded
+        response; `parts` are added to the reward's own."""
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), ground_truth, task, truncated, text, parts)
         self._work.put(work)
         return work.scored
 
@@ -174,10 +166,11 @@ class Scorer:
             if not work.scored.set_running_or_notify_cancel():
                 continue
             try:
-                prompt = self._decoder.prompt(work.prompt)
-                response = self._decoder.response(work.response) if work.text is None else work.text
-                score = self._compared_with_nothing(work) or self._score(prompt, response, work)
-                score.add_done_callback(partial(self._settle, work, prompt, response))
+                text = self._decoder.response(work.response) if work.text is None else work.text
+                drawn = (len(work.response), work.truncated, array("i", work.response).tobytes())
+                one = Response(self._decoder.prompt(work.prompt), text, work.ground_truth, work.task, *drawn)
+                score = self._compared_with_nothing(work) or self._score(one)
+                score.add_done_callback(partial(self._settle, work, one))
             except Exception as error:  # noqa: BLE001 - boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
@@ -195,37 +188,35 @@ class Scorer:
             )
         return score
 
-    def _score(self, prompt: str, response: str, work: _Work) -> "Future[Score]":
-        drawn = DrawnResponse(len(work.response), work.truncated, array("i", work.response).tobytes())
+    def _score(self, one: Response) -> "Future[Score]":
         if isinstance(self._function, PooledReward):
-            return self._function.submit(prompt, response, work.ground_truth, work.task, drawn)
+            return self._function.score(one)
         score: Future[Score] = Future()
         try:
-            if isinstance(self._function, RemoteReward):
-                score.set_result(self._function(prompt, response, work.ground_truth, work.task, drawn))
-            else:
-                score.set_result(self._function(prompt, response, work.ground_truth))
+            score.set_result(self._function(one))
         except Exception as error:  # noqa: BLE001 - as above
             score.set_exception(error)
         return score
 
-    def _settle(self, work: _Work, prompt: str, response: str, done: "Future[Score]") -> None:
+    def _settle(self, work: _Work, one: Response, done: "Future[Score]") -> None:
         try:
-            scored = self._scored(prompt, response, work.ground_truth, done)
-            work.scored.set_result(replace(scored, parts={**scored.parts, **work.parts}) if work.parts else scored)
+            score, failure = self._outcome(done)
+            texts, parts = (one.prompt, one.response, one.ground_truth), {**score.parts, **work.parts}
+            work.scored.set_result(ScoredResponse(*texts, score.reward, score.correct, parts, failure))
         except Exception as error:  # noqa: BLE001 - as above
             work.scored.set_exception(error)
 
-    def _scored(self, prompt: str, response: str, ground_truth: str, done: "Future[Score]") -> ScoredResponse:
+    def _outcome(self, done: "Future[Score]") -> tuple[Score, str]:
+        """Return the score, and why there is none, or ""."""
         try:
             score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
             self._warnings.warn(f"{error}; the response has no weight")
             self._failed(str(error))
             self._count_failure(error)
-            return ScoredResponse(prompt, response, ground_truth, math.nan, correct=False, failure=str(error))
+            return Score(math.nan, correct=False), str(error)
         self._failures = 0
-        return ScoredResponse(prompt, response, ground_truth, score.reward, score.correct, score.parts)
+        return score, ""
 
     def _count_failure(self, error: UserCodeFailed) -> None:
         """Raise after too many failures in a row: the reward is broken, or its server gone."""
@@ -273,28 +264,25 @@ class GroupReward:
         has a reward, as when `reward.function` fails. The same goes for a partial group, which a crash in the middle of
         a put may leave behind.
         """
-        rewarded: Future[Sequence[ScoredResponse]] = Future()
         seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
         if not seen or len(scores) < self._group_size:
-            rewarded.set_result(_changed(scores, seen, _CUT))
-            return rewarded
+            cut: Future[Sequence[ScoredResponse]] = Future()
+            cut.set_result(_changed(scores, seen, _CUT))
+            return cut
         first = scores[0]
         members = [_member(rollouts[k], scores[k]) for k in seen]
         token_ids = [array("i", rollouts[k].drawn.tolist()).tobytes() for k in seen]
-        pending = self._pool.submit(first.prompt, first.ground_truth, task, members, token_ids)
+        pending = self._pool.reward(first.prompt, first.ground_truth, task, members, token_ids)
 
-        def settle(done: "Future[list[float]]") -> None:
+        def settled(done: "Future[list[float]]") -> Sequence[ScoredResponse]:
             try:
-                rewarded.set_result(_changed(scores, seen, done.result()))
+                return _changed(scores, seen, done.result())
             except UserCodeFailed as error:  # costs one group, not the run
                 self._warnings.warn(f"{error}; its responses have no weight")
                 self._failed(str(error))
-                rewarded.set_result(_changed(scores, seen, str(error)))
-            except Exception as error:  # noqa: BLE001  boundary of a thread: the caller of `result` raises it
-                rewarded.set_exception(error)
+                return _changed(scores, seen, str(error))
 
-        pending.add_done_callback(settle)
-        return rewarded
+        return converted(pending, settled)
 
     def close(self) -> None:
         self._pool.close()

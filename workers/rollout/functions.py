@@ -11,10 +11,8 @@ begin again; they have no effect other than their result.
 
 import heapq
 import logging
-import os
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,7 +29,6 @@ from asyncflow.timeline import NoTimeline, Spans
 from workers.agents.wire import (
     Abandon,
     Begin,
-    Broken,
     Draw,
     Drawn,
     Failed,
@@ -42,6 +39,7 @@ from workers.agents.wire import (
     Undraw,
     Warned,
 )
+from workers.calls.child_process import Refused
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation, longest_call
 from workers.engines.stop_strings import StopStrings, StopTokenizer
@@ -250,7 +248,7 @@ class FunctionRollouts:
             match message:
                 case None:
                     self._restart()
-                case Broken(text=text):
+                case Refused(text=text):
                     raise UserCodeFailed(text)
                 case Warned(text=text):
                     self._warn(text)
@@ -414,7 +412,6 @@ def open_rollouts(
         max_response_tokens=sampling.max_response_tokens,
         max_attempts=own.max_attempts,
         num_workers=own.num_workers,
-        path=[os.fsencode(place) for place in sys.path],
         scratch=str(context.run_dir / "scratch" / context.gang.name),
         models={name: served.model_dump() for name, served in own.models.items()},
         max_memory_bytes=int(own.max_memory_gb * 2**30),

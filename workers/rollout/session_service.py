@@ -6,23 +6,18 @@ pinged, and killed after a long silence.
 
 import contextlib
 import logging
-import os
 import queue
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
-from workers.agents.other_model import ended_how
-from workers.agents.user_workers import START_TIMEOUT_S
-from workers.agents.wire import Broken, FromService, NotStarted, Ping, Pong, Ready, Setup, ToService
-from workers.calls.frames import frame, receive_frame
+from workers.agents.wire import FromService, NotStarted, Ping, Pong, Ready, Setup, ToService
+from workers.calls.child_process import START_TIMEOUT_S, ChildProcess, Refused, ended_how, frame, receive_frame
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +53,7 @@ def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -
     raise UserCodeNotStarted(f"the session service did not start in {len(how)} attempts: it {how[-1]}; see this log")
 
 
-class SessionService:
+class SessionService(ChildProcess[ToService, FromService]):
     """One process of the service, and the thread that reads its messages.
 
     The constructor waits until the service is ready. It raises ConfigError if the user's function is unusable, and
@@ -66,16 +61,9 @@ class SessionService:
     """
 
     def __init__(self, setup: Setup, wake: threading.Event) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "workers.agents.service", str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        super().__init__("workers.agents.service", FromService, in_our_group=True)
         # A hung service does not read either: no send may block forever.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
-        self._socket = ours
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
         self._wake = wake
         self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
         self._decoder = msgpack_decoder(FromService)
@@ -93,7 +81,7 @@ class SessionService:
         match first:
             case Ready(port=port):
                 self.port = port
-            case Broken(text=text):
+            case Refused(text=text):
                 self.kill()
                 raise ConfigError(text)
             case NotStarted(text=text):
@@ -124,7 +112,7 @@ class SessionService:
 
     def kill(self) -> None:
         """Kill it; idempotent. Its workers die with it."""
-        self._process.send_signal(signal.SIGKILL)
+        self.kill_process()
         self._process.wait()
         self._socket.close()
 
@@ -143,7 +131,7 @@ class SessionService:
 
     def _give_up(self, how: str) -> None:
         logger.warning("the session service %s for %g s; it is killed", how, STALL_S)
-        self._process.kill()
+        self.kill_process()
 
     def _read(self) -> None:
         try:

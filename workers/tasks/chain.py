@@ -60,11 +60,7 @@ class UserTask(ColumnTask):
             timeout_s=config.timeout_s,
             concurrency=config.concurrency,
         )
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self._pool.close()
-            raise
+        self._pool.until_ready()
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return the output, float32 [N]. Raises UserCodeFailed if the function raised or returned no usable number;

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, ScriptedSessions, completion, multiplying, serving
-from workers.agents.turns import ChatRequest, Completion
+from workers.agents.turns import ChatRequest, Reply
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TASK = {"question": "What is 37 * 64?", "answer": "2368"}
 
 
-def calling_shell(request: ChatRequest) -> Completion:
+def calling_shell(request: ChatRequest) -> Reply:
     """Run one command, look at what one cannot run, then answer."""
     num_results = sum(message["role"] == "tool" for message in request.messages)
     if num_results < 2:

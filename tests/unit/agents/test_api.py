@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ class Policy:
     def __init__(self) -> None:
         self.requests: list[ChatRequest] = []
 
-    async def __call__(self, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
+    async def __call__(self, request: ChatRequest) -> Reply:
         self.requests.append(request)
         return Reply({"role": "assistant", "content": "42"}, "stop", [4, 2], len(self.requests) - 1, run=7)
 

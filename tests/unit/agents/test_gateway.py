@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, ScriptedSessions, completion, serving
 from workers.agents.gateway import Gateway
-from workers.agents.turns import ChatRequest, Completion
+from workers.agents.turns import ChatRequest, Reply
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -161,7 +161,7 @@ def test_answers_are_kept_for_retries_but_not_for_ever() -> None:
 
 def test_failed_turn_is_drawn_again_by_its_retry() -> None:
     async def body(agent: Agent, sessions: ScriptedSessions, gateway: Gateway) -> None:
-        def fail(_: ChatRequest) -> Completion:
+        def fail(_: ChatRequest) -> Reply:
             raise ConnectionError("engine away")
 
         draw, sessions.draw = sessions.draw, fail

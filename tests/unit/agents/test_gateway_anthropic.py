@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
 from workers.agents.rollout_errors import ContextLengthExceeded
-from workers.agents.turns import Completion
+from workers.agents.turns import Reply
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 MULTIPLY: Any = {"name": "multiply", "description": "a * b", "input_schema": SCHEMA}
@@ -139,7 +139,7 @@ def test_field_that_is_not_served_is_named(field: str, values: dict[str, Any]) -
 
 
 def test_overlong_conversation_and_wrong_key_are_anthropics_errors() -> None:
-    def draw(_: object) -> Completion:
+    def draw(_: object) -> Reply:
         raise ContextLengthExceeded("49 tokens, 48 fit")
 
     async def body(client: anthropic.AsyncAnthropic, sessions: ScriptedSessions) -> None:

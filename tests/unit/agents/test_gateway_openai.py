@@ -10,7 +10,7 @@ import pytest
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
 from workers.agents.gateway.fields import warn_of_sampling
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.turns import ChatRequest, Completion
+from workers.agents.turns import ChatRequest, Reply
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -65,7 +65,7 @@ def test_tool_call_makes_a_round_trip() -> None:
 def test_stream_adds_up_to_the_message() -> None:
     text = "päö" * 300
 
-    def draw(_: ChatRequest) -> Completion:
+    def draw(_: ChatRequest) -> Reply:
         return completion(text, ("call_1", "multiply", "{}"), ("call_2", "multiply", "[]"))
 
     async def body(client: openai.AsyncOpenAI, sessions: ScriptedSessions) -> None:
@@ -167,7 +167,7 @@ def test_field_that_is_not_served_is_named(field: str, values: dict[str, Any]) -
     ],
 )
 def test_refusal_of_the_session_has_its_status(error: Exception, status: int, code: str | None, stream: bool) -> None:
-    def draw(_: ChatRequest) -> Completion:
+    def draw(_: ChatRequest) -> Reply:
         raise error
 
     async def body(client: openai.AsyncOpenAI, sessions: ScriptedSessions) -> None:
@@ -180,7 +180,7 @@ def test_refusal_of_the_session_has_its_status(error: Exception, status: int, co
 
 
 def test_refusal_after_the_stream_began_is_an_event() -> None:
-    def draw(_: ChatRequest) -> Completion:
+    def draw(_: ChatRequest) -> Reply:
         raise ContextLengthExceeded("49 tokens, 48 fit")
 
     async def body(client: openai.AsyncOpenAI, sessions: ScriptedSessions) -> None:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from asyncflow.errors import ConfigError, UserCodeFailed
 from tests.support.judge import SAID, Judge
 from workers.agents import other_model
-from workers.agents.other_model import OtherModel, Utterance
+from workers.agents.other_model import OtherModel
+from workers.agents.turns import Utterance
 from workers.settings.rollout import RolloutConfig, ServedModelConfig
 
 KEY = "sk-secret-of-a-judge"

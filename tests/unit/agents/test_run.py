@@ -25,7 +25,7 @@ def setup_of(**changed: Any) -> Setup:
     settings: dict[str, Any] = {
         "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
         "function": None, "agent": None, "command": [], "tools": [], "timeout_s": 60.0, "max_turns": 0, "max_tokens": 0,
-        "max_context": 0, "max_response_tokens": 8, "max_attempts": 1, "num_workers": 1, "path": [], "scratch": "",
+        "max_context": 0, "max_response_tokens": 8, "max_attempts": 1, "num_workers": 1, "scratch": "",
     }  # fmt: skip
     return Setup(**settings | changed)
 
@@ -53,7 +53,7 @@ def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -
         return await draw_yes(ticket, prompt, max_tokens, seed, stop)
 
     async def ask() -> None:
-        await asyncio.gather(*(run.complete(ChatRequest(ASKED), None, draw=draw) for _ in range(3)))
+        await asyncio.gather(*(run.complete(ChatRequest(ASKED), draw=draw) for _ in range(3)))
 
     asyncio.run(asyncio.wait_for(ask(), 30))
     assert rooms == [8, 8, 8]  # of the first 16, two replies took six
@@ -64,11 +64,11 @@ def test_a_call_that_waited_in_vain_for_tokens_has_spent_them() -> None:
     run = run_of(max_tokens=len(ids_of("yes<|im_end|>")))
 
     async def ask() -> list[Any]:
-        calls = (run.complete(ChatRequest(ASKED), None, draw=draw_yes) for _ in range(2))
+        calls = (run.complete(ChatRequest(ASKED), draw=draw_yes) for _ in range(2))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second = asyncio.run(asyncio.wait_for(ask(), 30))
-    assert first[1].message["content"] == "yes"
+    assert first.text == "yes"
     assert isinstance(second, BudgetIsSpent)
     assert run.spent
 
@@ -77,10 +77,10 @@ def test_each_sample_has_its_conversation_though_another_one_went_on_from_it() -
     run = run_of()
 
     async def ask() -> list[int]:
-        first, completion = await run.complete(ChatRequest(ASKED), None, draw=draw_yes)
-        longer = [*ASKED, completion.message, *MORE]
-        second, _ = await run.complete(ChatRequest(longer), None, draw=draw_yes)
-        return [first, second]
+        first = await run.complete(ChatRequest(ASKED), draw=draw_yes)
+        longer = [*ASKED, first.message, *MORE]
+        second = await run.complete(ChatRequest(longer), draw=draw_yes)
+        return [first.node, second.node]
 
     first, second = asyncio.run(ask())
     said = {"role": "assistant", "content": "yes"}

@@ -1,6 +1,7 @@
 """What is trained is what was drawn: once, unchanged, behind the same tokens."""
 
 from random import Random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,17 @@ from tests.support.chat_templates import TEMPLATES, tokenizer
 from tests.support.conversations import FakeEngine, converse, count_changed
 from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
-from workers.agents.session import DrawnTokens, Recorded, Session, call_seed
+from workers.agents.session import Session, call_seed
 from workers.agents.turns import Message
+from workers.agents.wire import Drawn
 
 ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]
 MORE: list[Message] = [{"role": "user", "content": "Sure?"}]
+
+
+class Recorded(NamedTuple):
+    node: int
+    message: Message
 
 
 class Rollout:
@@ -24,13 +31,12 @@ class Rollout:
         self.tokenizer = tokenizer(family)
         self.session = Session(TemplateRenderer(self.tokenizer), seed=seed)
 
-    def drawn(self, text: str) -> DrawnTokens:
+    def drawn(self, text: str, shown: str | None = None) -> Drawn:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return DrawnTokens(ids, [-0.5] * len(ids), [3] * len(ids))
+        return drawn_of(ids, None if shown is None else self.drawn(shown).token_ids)
 
     def reply(self, messages: list[Message], text: str, shown: str | None = None) -> Recorded:
-        ids = None if shown is None else self.drawn(shown).token_ids
-        return self.session.record(self.session.prompt(messages), self.drawn(text), shown=ids)
+        return Recorded(*self.session.record(self.session.prompt(messages), self.drawn(text, shown)))
 
     def said(self, sample: int = 0) -> list[str]:
         """Return what is trained in a sample, one text per stretch."""
@@ -40,8 +46,11 @@ class Rollout:
         return [self.tokenizer.decode(part) for part in parts if part]
 
 
+def drawn_of(ids: list[int], shown: list[int] | None = None) -> Drawn:
+    return Drawn(0, ids, [-0.5] * len(ids), [3] * len(ids), truncated=False, shown=shown)
+
+
 def as_sent_back(recorded: Recorded) -> Message:
-    assert recorded.message is not None
     return {key: value for key, value in recorded.message.items() if key != "reasoning_content"}
 
 
@@ -135,27 +144,26 @@ def test_a_conversation_that_ends_with_the_assistants_message_is_refused() -> No
 def test_a_bridge_that_fails_is_counted() -> None:
     rollout = Rollout("mistral")
     prompt = rollout.session.prompt(ASKED, [TOOL])
-    first = rollout.session.record(prompt, rollout.drawn("42</s>"))
+    first = Recorded(*rollout.session.record(prompt, rollout.drawn("42</s>")))
     prompt = rollout.session.prompt([*ASKED, as_sent_back(first), *MORE], [TOOL])
     assert (prompt.parent, rollout.session.num_bridge_failures) == (None, 1)
 
 
 def test_ids_extend_the_longest_path_that_they_begin_with() -> None:
     session = Rollout().session
-    first = session.record(session.prompt_of_ids([1, 2]), DrawnTokens([3], [0.0], [0]))
-    second = session.record(session.prompt_of_ids([1, 2, 3, 4]), DrawnTokens([5], [0.0], [0]))
-    assert session.prompt_of_ids([1, 2, 3, 4, 5, 6]).parent == second.node
-    assert session.prompt_of_ids([1, 2, 3, 4, 5]).parent == second.node
-    assert session.prompt_of_ids([1, 2, 3, 9]).parent == first.node
+    first, _ = session.record(session.prompt_of_ids([1, 2]), drawn_of([3]))
+    second, _ = session.record(session.prompt_of_ids([1, 2, 3, 4]), drawn_of([5]))
+    assert session.prompt_of_ids([1, 2, 3, 4, 5, 6]).parent == second
+    assert session.prompt_of_ids([1, 2, 3, 4, 5]).parent == second
+    assert session.prompt_of_ids([1, 2, 3, 9]).parent == first
     assert session.prompt_of_ids([1, 2]).parent is None
-    assert first.message is None
 
 
 def test_a_fresh_render_that_begins_with_what_was_drawn_extends_it() -> None:
     rollout = Rollout()
     whole = rollout.session.prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).ids
     prompt = rollout.session.prompt_of_ids(whole[:-20])
-    node = rollout.session.record(prompt, DrawnTokens(whole[-20:-15], [0.0] * 5, [0] * 5)).node
+    node, _ = rollout.session.record(prompt, drawn_of(whole[-20:-15]))
     assert rollout.session.prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).parent == node
 
 

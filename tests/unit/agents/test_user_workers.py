@@ -1,8 +1,6 @@
 """Processes of users' rollout functions: real ones, with a policy that echoes."""
 
 import asyncio
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,11 @@ from msgspec.structs import replace
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers, worker
 from workers.agents.service import Service
-from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
+from workers.agents.turns import Reply
+from workers.agents.user_workers import Heard, UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
+from workers.calls import child_process
 
 MODULE = """
 import asyncio, os, sys, time
@@ -116,9 +116,10 @@ def plain(task, model, context):
 
 
 @pytest.fixture
-def users(tmp_path: Path) -> Iterator[Path]:
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rollouts.py").write_text(MODULE)
-    yield tmp_path
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
 class Owner:
@@ -129,30 +130,23 @@ class Owner:
         self.asks: list[Ask] = []
         self.began: list[int] = []
 
-    def asked(self, worker: UserWorker, ask: Ask) -> None:
-        self.asks.append(ask)
-        message = {"role": "assistant", "content": ask.messages[-1]["content"] + "!"}
-        worker.send(Told(ask.number, len(self.asks), message, "stop", [1, 2]))
-
-    def begun(self, worker: UserWorker, message: Begun) -> None:
-        self.began.append(message.run)
-
-    def done(self, worker: UserWorker, message: Done) -> None:
-        self.told.put_nowait(message)
-
-    def raised(self, worker: UserWorker, message: Raised) -> None:
-        self.told.put_nowait(message)
-
-    def died(self, worker: UserWorker, death: WorkerDeath) -> None:
-        self.told.put_nowait(death)
+    def __call__(self, worker: UserWorker, message: Heard) -> None:
+        match message:
+            case Ask(number, run, request):
+                self.asks.append(message)
+                reply = {"role": "assistant", "content": request.messages[-1]["content"] + "!"}
+                worker.send(Told(number, Reply(reply, "stop", [1, 2], len(self.asks), run)))
+            case Begun(run):
+                self.began.append(run)
+            case _:
+                self.told.put_nowait(message)
 
 
 def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Setup:
     return Setup(
         model_dir="", renderer=None, function=f"my_rollouts:{function}", agent=None, command=[], tools=[],
         timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
-        path=[str(users).encode(), *(place.encode() for place in sys.path)], scratch=str(users),
-        stall_timeout_s=stall_timeout_s,
+        scratch=str(users), stall_timeout_s=stall_timeout_s,
     )  # fmt: skip
 
 
@@ -238,7 +232,7 @@ def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
             await asyncio.sleep(0.01)
         turn = self._last_pong
         while self._last_pong == turn:
-            self._channel.send(user_workers.Ping())
+            self.send(user_workers.Ping())
             await asyncio.sleep(0.01)
         decides.set()
         return stacks[-1]
@@ -404,7 +398,7 @@ def test_a_service_that_closes_does_not_wait_for_workers_that_are_being_replaced
 def test_a_process_that_takes_long_to_import_has_not_started_and_is_no_mistake(
     users: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_workers, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(child_process, "START_TIMEOUT_S", 2.0)
     (users / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     setup = replace(setup_of(users, "odd"), function="endless:rollout")
     with pytest.raises(UserCodeNotStarted, match="took longer than 2 s"):

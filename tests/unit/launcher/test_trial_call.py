@@ -255,7 +255,6 @@ def test_a_trial_that_takes_too_long_is_no_judgement(
 
 
 @pytest.mark.slow
-def test_a_rollout_that_blocks_its_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.agents.user_workers.STALL_S", 1.0)
+def test_a_rollout_that_blocks_its_loop_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tried_rollouts:blocks: its process blocked its event loop for 1 s"):
-        tried("rollout.function=tried_rollouts:blocks")
+        tried("rollout.function=tried_rollouts:blocks", "rollout.stall_timeout_s=1.0")

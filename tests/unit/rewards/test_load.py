@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import DrawnResponse, Score, ScoreFunction, as_score
+from workers.rewards.base import Response, Score, as_score
 from workers.rewards.load_reward import check_reward, load_reward
 from workers.rewards.pooled import PooledReward, group_reward, user_reward
 from workers.settings.rewards import RewardConfig
@@ -44,7 +44,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-Load = Callable[..., ScoreFunction]
+Load = Callable[..., Callable[..., Score]]
 
 
 @pytest.fixture(name="load")
@@ -52,11 +52,11 @@ def _load() -> Iterator[Load]:
     """Loads users' rewards; their children end with the test."""
     loaded: list[PooledReward] = []
 
-    def load(name: str, **settings: object) -> ScoreFunction:
+    def load(name: str, **settings: object) -> Callable[..., Score]:
         reward = load_reward(RewardConfig.model_validate({"function": name} | settings))
         assert isinstance(reward, PooledReward)
         loaded.append(reward)
-        return reward
+        return lambda *fields: reward(Response(*fields))
 
     yield load
     for reward in loaded:
@@ -66,7 +66,7 @@ def _load() -> Iterator[Load]:
 @pytest.mark.parametrize("name", ["exact", "digits", "math"])
 def test_built_in_rewards_are_found(name: str) -> None:
     check_reward(RewardConfig(function=name))
-    assert load_reward(RewardConfig(function=name))("1+1=", "2", "2") == Score(1.0, True)
+    assert load_reward(RewardConfig(function=name))(Response("1+1=", "2", "2")) == Score(1.0, True)
 
 
 def test_users_function_is_found_in_the_working_directory(module: Path, load: Load) -> None:
@@ -189,8 +189,8 @@ def none(completions): return [None]
 
 def test_trls_signatures_are_called_with_lists(module: Path, load: Load) -> None:
     module.write_text(TRLS)
-    drawn = DrawnResponse(2, False, array("i", [7, 8]).tobytes())
-    assert load("my_rewards:texts")("2+2=", "4", "4", '{"prompt": "2+2=", "answer": "4", "level": 3}', drawn).correct
+    row, token_ids = '{"prompt": "2+2=", "answer": "4", "level": 3}', array("i", [7, 8]).tobytes()
+    assert load("my_rewards:texts")("2+2=", "4", "4", row, 2, False, token_ids).correct
     row = '{"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}'
     assert load("my_rewards:talks")("<user>2+2=", "4", "4", row).reward == 1.0
     for name, message in (

@@ -7,12 +7,12 @@ import pytest
 from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import Score, ScoreFunction
+from workers.rewards.base import Response, Score
 from workers.rewards.load_reward import check_reward, load_reward
 from workers.rewards.pooled import LastMatch, PooledReward
 from workers.settings.rewards import RewardConfig
 
-Load = Callable[..., ScoreFunction]
+Load = Callable[..., Callable[..., Score]]
 
 
 @pytest.fixture(name="load")
@@ -20,11 +20,11 @@ def _load() -> Iterator[Load]:
     """Loads rewards; their processes end with the test."""
     loaded: list[PooledReward] = []
 
-    def load(**settings: object) -> ScoreFunction:
+    def load(**settings: object) -> Callable[..., Score]:
         reward = load_reward(RewardConfig.model_validate(settings))
         assert isinstance(reward, PooledReward)
         loaded.append(reward)
-        return reward
+        return lambda *fields: reward(Response(*fields))
 
     yield load
     for reward in loaded:

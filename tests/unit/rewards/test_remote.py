@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import UserCodeFailed
-from workers.rewards.base import Score
+from workers.rewards.base import Response, Score
 from workers.rewards.pooled import RemoteReward, _Waiting
 from workers.settings.rewards import RewardConfig
 
@@ -71,15 +71,15 @@ def scorer() -> Iterator[Scorer]:
 
 
 def test_samples_are_posted_and_scores_come_back(scorer: Scorer) -> None:
-    assert scorer.reward()("2+2=", "0.5", "4") == Score(0.5, False)
+    assert scorer.reward()(Response("2+2=", "0.5", "4")) == Score(0.5, False)
     sent = {"prompt": "2+2=", "response": "0.5", "ground_truth": "4", "task": {}, "num_tokens": 0, "truncated": False}
     assert scorer.asked == [[sent]]
-    scorer.reward()("2+2=", "0.5", "4", '{"level": 3}')
+    scorer.reward()(Response("2+2=", "0.5", "4", '{"level": 3}'))
     assert scorer.asked[-1][0]["task"] == {"level": 3}
     scorer.reply = lambda samples: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
-    assert scorer.reward()("", "", "") == Score(0.2, True)
+    assert scorer.reward()(Response("", "", "")) == Score(0.2, True)
     scorer.reply = lambda samples: (200, {"scores": [{"reward": 1, "format": 0.5, "said": "4", "short": True}]})
-    assert scorer.reward()("", "", "") == Score(1.0, True, {"format": 0.5, "short": 1.0})
+    assert scorer.reward()(Response("", "", "")) == Score(1.0, True, {"format": 0.5, "short": 1.0})
 
 
 def test_what_waits_goes_together_and_each_gets_its_own_score(scorer: Scorer) -> None:
@@ -93,7 +93,7 @@ def test_what_waits_goes_together_and_each_gets_its_own_score(scorer: Scorer) ->
     scorer.reply = reply
     reward = scorer.reward(batch_size=4)
     with ThreadPoolExecutor(30) as callers:
-        futures = [callers.submit(reward, "", str(number), "") for number in range(30)]
+        futures = [callers.submit(reward, Response("", str(number), "")) for number in range(30)]
         for _ in range(8):  # all senders are busy; 22 samples or fewer wait
             assert begun.acquire(timeout=DEADLINE_S)
         go_on.set()
@@ -120,11 +120,11 @@ def test_one_response_that_the_scorer_cannot_bear_costs_only_itself(scorer: Scor
 
 def test_passing_failures_are_tried_again_and_others_are_not(scorer: Scorer) -> None:
     scorer.reply = lambda samples: (503, {}) if len(scorer.asked) < 3 else (200, {"scores": [1]})
-    assert scorer.reward(retries=2)("", "", "") == Score(1.0, True)
+    assert scorer.reward(retries=2)(Response("", "", "")) == Score(1.0, True)
     assert len(scorer.asked) == 3
     scorer.reply = lambda samples: (404, {})
     with pytest.raises(UserCodeFailed, match="answered 404"):
-        scorer.reward(retries=2)("", "", "")
+        scorer.reward(retries=2)(Response("", "", ""))
     assert len(scorer.asked) == 4
 
 
@@ -142,13 +142,13 @@ def test_passing_failures_are_tried_again_and_others_are_not(scorer: Scorer) -> 
 def test_a_score_that_is_none_is_named(scorer: Scorer, score: object, message: str) -> None:
     scorer.reply = lambda samples: (200, {"scores": [score]})
     with pytest.raises(UserCodeFailed, match=message):
-        scorer.reward()("", "", "")
+        scorer.reward()(Response("", "", ""))
 
 
 def test_nobody_there_is_said_after_the_last_attempt(scorer: Scorer) -> None:
     scorer.close()
     with pytest.raises(UserCodeFailed, match="does not answer"):
-        scorer.reward(retries=1)("", "", "")
+        scorer.reward(retries=1)(Response("", "", ""))
 
 
 def test_a_reply_that_never_ends_costs_the_deadline(scorer: Scorer) -> None:
@@ -160,7 +160,7 @@ def test_a_reply_that_never_ends_costs_the_deadline(scorer: Scorer) -> None:
 
     scorer.reply = lambda samples: (200, drip())
     with pytest.raises(UserCodeFailed, match="does not answer .timed out in the middle of its answer"):
-        scorer.reward(timeout_s=3)("", "", "")
+        scorer.reward(timeout_s=3)(Response("", "", ""))
     ended.set()
 
 
@@ -172,7 +172,7 @@ def test_what_nobody_foresaw_reaches_whoever_waits(monkeypatch: pytest.MonkeyPat
     reward = RemoteReward(RewardConfig(function="http://127.0.0.1:1/score"))
     for _ in range(20):  # more than there are senders
         with pytest.raises(ZeroDivisionError):
-            reward("", "", "")
+            reward(Response("", "", ""))
 
 
 def test_a_scorer_that_hangs_costs_the_deadline(scorer: Scorer) -> None:
@@ -184,5 +184,5 @@ def test_a_scorer_that_hangs_costs_the_deadline(scorer: Scorer) -> None:
 
     scorer.reply = reply
     with pytest.raises(UserCodeFailed, match="does not answer"):
-        scorer.reward(timeout_s=0.5)("", "", "")
+        scorer.reward(timeout_s=0.5)(Response("", "", ""))
     go_on.set()

@@ -13,7 +13,7 @@ from asyncflow.errors import UserCodeFailed
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.data.tokenizer import load_tokenizer
-from workers.rewards.base import Score
+from workers.rewards.base import Response, Score
 from workers.rewards.scorer import Scorer
 from workers.rows.finished import FinishedRollout
 from workers.settings.rewards import RewardConfig
@@ -36,7 +36,7 @@ def scorer() -> Scorer:
 def test_close_waits_for_no_reward_and_cancels_what_is_not_begun(scorer: Scorer) -> None:
     begun, released = threading.Semaphore(0), threading.Event()
 
-    def slow(prompt: str, response: str, ground_truth: str) -> Score:
+    def slow(_: Response) -> Score:
         begun.release()
         assert released.wait(DEADLINE_S)
         return Score(1.0, True)
@@ -55,7 +55,7 @@ def test_close_waits_for_no_reward_and_cancels_what_is_not_begun(scorer: Scorer)
 
 
 def test_what_a_function_of_ours_raises_reaches_whoever_asks(scorer: Scorer) -> None:
-    def broken(prompt: str, response: str, ground_truth: str) -> Score:
+    def broken(_: Response) -> Score:
         raise ZeroDivisionError
 
     scorer._function = broken
@@ -80,7 +80,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(most: int, ends: boo
     scorer = make_scorer(failures, concurrency=1, max_failures_in_a_row=most)
     outcomes = iter([None, None, 1.0, None, None, None, 1.0])
 
-    def sometimes(prompt: str, response: str, ground_truth: str) -> Score:
+    def sometimes(_: Response) -> Score:
         if (reward := next(outcomes)) is None:
             raise UserCodeFailed("the server is gone")
         return Score(reward, True)

@@ -2,7 +2,7 @@
 
 Gateway            the HTTP server: keys, retries, streams        server.py
 chat_completions   /v1/chat/completions                           each translates requests to `ChatRequest`s, and
-messages           /v1/messages, /v1/messages/count_tokens        `Completion`s to what clients expect
+messages           /v1/messages, /v1/messages/count_tokens        `Reply`s to what clients expect
 responses          /v1/responses
 Fields             a request's fields: unknown ones are refused by name
 """

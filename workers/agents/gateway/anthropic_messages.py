@@ -35,8 +35,8 @@ def read_count(body: Body, memory: Memory) -> ChatRequest:
 
 
 def write(answer: Answer) -> Body:
-    blocks: list[Body] = [{"type": "text", "text": answer.text()}] if answer.text() else []
-    for call in answer.tool_calls():
+    blocks: list[Body] = [{"type": "text", "text": answer.reply.text}] if answer.reply.text else []
+    for call in answer.reply.tool_calls:
         name, drawn = call["function"]["name"], call["function"]["arguments"]
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _input(drawn)})
     return {
@@ -46,10 +46,10 @@ def write(answer: Answer) -> Body:
         "model": answer.body.get("model"),
         "content": blocks,
         "stop_reason": _reason(answer),
-        "stop_sequence": answer.completion.stop or None,
+        "stop_sequence": answer.reply.stop or None,
         "usage": {
-            "input_tokens": answer.completion.prompt_tokens,
-            "output_tokens": answer.completion.completion_tokens,
+            "input_tokens": answer.reply.prompt_tokens,
+            "output_tokens": len(answer.reply.token_ids),
         },
     }
 
@@ -144,8 +144,8 @@ def _result(block: Fields) -> Message:
 
 
 def _reason(answer: Answer) -> str:
-    stopped = answer.completion.stop and answer.completion.finish_reason == "stop"
-    return "stop_sequence" if stopped else _REASONS[answer.completion.finish_reason]
+    stopped = answer.reply.stop and answer.reply.finish_reason == "stop"
+    return "stop_sequence" if stopped else _REASONS[answer.reply.finish_reason]
 
 
 def _input(arguments: str) -> Body:

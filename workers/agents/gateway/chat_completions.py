@@ -67,7 +67,7 @@ def events(answer: Answer) -> Iterator[bytes]:
     yield chunk({"role": "assistant", "content": ""})
     for field in ("reasoning_content", "content"):
         yield from (chunk({field: piece}) for piece in pieces(message.get(field) or ""))
-    for place, call in enumerate(answer.tool_calls()):
+    for place, call in enumerate(answer.reply.tool_calls):
         yield chunk({"tool_calls": [{"index": place, **call}]})
     yield chunk({}, _reason(answer), _logprobs(answer))
     if (answer.body.get("stream_options") or {}).get("include_usage"):
@@ -114,9 +114,9 @@ def _tool(fields: Fields) -> Tool:
 
 
 def _assistant(answer: Answer) -> Message:
-    message = answer.completion.message
+    message = answer.reply.message
     kept = {field: message[field] for field in ("reasoning_content", "tool_calls") if message.get(field)}
-    return {"role": "assistant", "content": answer.text(), "refusal": None, **kept}
+    return {"role": "assistant", "content": answer.reply.text, "refusal": None, **kept}
 
 
 def _head(answer: Answer, kind: str) -> Body:
@@ -124,13 +124,13 @@ def _head(answer: Answer, kind: str) -> Body:
 
 
 def _reason(answer: Answer) -> str:
-    return answer.completion.finish_reason
+    return answer.reply.finish_reason
 
 
 def _logprobs(answer: Answer) -> Body | None:
     if not answer.body.get("logprobs"):
         return None
-    drawn = zip(answer.completion.token_ids, answer.completion.log_probs, strict=True)
+    drawn = zip(answer.reply.token_ids, answer.reply.log_probs, strict=True)
     tokens: list[Body] = [
         {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in drawn
     ]
@@ -138,5 +138,5 @@ def _logprobs(answer: Answer) -> Body | None:
 
 
 def _usage(answer: Answer) -> Body:
-    prompt, drawn = answer.completion.prompt_tokens, answer.completion.completion_tokens
+    prompt, drawn = answer.reply.prompt_tokens, len(answer.reply.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

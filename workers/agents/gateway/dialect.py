@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from workers.agents.turns import ChatRequest, Completion, Message
+from workers.agents.turns import ChatRequest, Reply
 
 Body = dict[str, Any]
 
@@ -18,15 +18,9 @@ class Answer:
     id: str  # random; a retry gets the same
     created: int  # unix time (s)
     body: Body  # the client's, with checked fields
-    # request, completion: translated
+    # request, reply: translated
     request: ChatRequest
-    completion: Completion
-
-    def tool_calls(self) -> list[Message]:
-        return self.completion.message.get("tool_calls") or []
-
-    def text(self) -> str:
-        return self.completion.message.get("content") or ""
+    reply: Reply
 
 
 @dataclass
@@ -41,7 +35,7 @@ class Memory:
         """Remember a finished turn; `named`: later requests may name it."""
         if named:
             self.answers[answer.id] = answer
-        self.arguments.update((call["id"], call["function"]["arguments"]) for call in answer.tool_calls())
+        self.arguments.update((call["id"], call["function"]["arguments"]) for call in answer.reply.tool_calls)
 
 
 class Dialect(Protocol):

@@ -113,8 +113,7 @@ class SessionTurns:
     async def _draw(self, dialect: Dialect, body: Body, asked: ChatRequest) -> Answer:
         answer_id, created = secrets.token_hex(12), int(time.time())
         request = replace(asked, messages=one_system_message(asked.messages))
-        completion = await self._sessions.complete(self._key, request)
-        answer = Answer(answer_id, created, body, asked, completion)
+        answer = Answer(answer_id, created, body, asked, await self._sessions.complete(self._key, request))
         self.memory.add(answer, named=dialect.NAMES_ANSWERS)
         return answer
 

@@ -53,16 +53,16 @@ def read(body: Body, memory: Memory) -> ChatRequest:
 def write(answer: Answer) -> Body:
     whole = _head(answer)
     output: list[Body] = []
-    cut = answer.completion.finish_reason == "length"
-    if answer.text() or not answer.tool_calls():
-        part = {"type": "output_text", "text": answer.text(), "annotations": []}
+    cut = answer.reply.finish_reason == "length"
+    if answer.reply.text or not answer.reply.tool_calls:
+        part = {"type": "output_text", "text": answer.reply.text, "annotations": []}
         status = "incomplete" if cut else "completed"
         ids = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": status}
         output.append({**ids, "content": [part]})
-    for place, call in enumerate(answer.tool_calls()):
+    for place, call in enumerate(answer.reply.tool_calls):
         ids = {"id": f"fc_{answer.id}_{place}", "type": "function_call", "call_id": call["id"], "status": "completed"}
         output.append({**ids, **call["function"]})
-    prompt, drawn = answer.completion.prompt_tokens, answer.completion.completion_tokens
+    prompt, drawn = answer.reply.prompt_tokens, len(answer.reply.token_ids)
     usage = {"input_tokens": prompt, "output_tokens": drawn, "total_tokens": prompt + drawn}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     ended = {"status": "incomplete" if cut else "completed", "usage": {**usage, **details}}
@@ -113,8 +113,8 @@ def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
     answer = memory.answers.get(response_id.removeprefix(_PREFIX))
     if answer is None:
         raise BadAgentRequest("previous_response_id", f"{response_id!r} is not a response of this session")
-    reply: Message = {"role": "assistant", "content": answer.text()}
-    if calls := answer.tool_calls():
+    reply: Message = {"role": "assistant", "content": answer.reply.text}
+    if calls := answer.reply.tool_calls:
         reply["tool_calls"] = calls
     messages = [*answer.request.messages, reply]
     return messages[1:] if answer.body.get("instructions") else messages

@@ -362,11 +362,7 @@ def open_updates(config: OpenAIConfig) -> CallPool:
         timeout_s=config.update_timeout_s,
         concurrency=1,
     )
-    try:
-        pool.until_ready()
-    except BaseException:
-        pool.close()
-        raise
+    pool.until_ready()
     return pool
 
 
