@@ -168,6 +168,7 @@ def test_launcher_without_signs_of_life_is_lost(run: Run, monkeypatch: pytest.Mo
 
 def test_node_0_without_signs_of_life_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     link, _ = joined(run)
+    run.head._closing.set()  # it does not watch either
     monkeypatch.setattr(run.head, "_answer", lambda call: None)
     assert "no reply to" in until(link.lost, "node 0 is lost")
 
