@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -104,12 +104,31 @@ def awake_result(future: "Future[R]", timeout_s: float) -> R:
     return future.result(0.0)
 
 
-def excused(heard_at: float, *, looked_at: float, now: float, longest_s: float) -> float:
-    """Return the time from which a peer's silence counts, for a caller that checks repeatedly. Pure.
+K = TypeVar("K")
 
-    Args:
-        heard_at: the value at the last check.
-        looked_at, now: time of the last check and of this one (monotonic s, like all).
-        longest_s: how much of the time between two checks counts; the rest is excused.
+
+class HeartbeatMonitor(Generic[K]):
+    """How long each peer has been silent, for an owner that checks repeatedly and decides what silence means.
+
+    Pure: times are passed in (monotonic, s). `longest_look_s` is how much of the time between two checks counts. In a
+    longer one this process stood still itself, and heartbeats may lie unread.
     """
-    return min(now, heard_at + max(0.0, now - looked_at - longest_s))
+
+    def __init__(self, longest_look_s: float) -> None:
+        self._longest_look_s = longest_look_s
+        self._heard: dict[K, float] = {}
+        self._looked_at = 0.0
+
+    def hear(self, peer: K, now: float) -> None:
+        """Note a sign of life, the first of which begins the watch."""
+        self._heard[peer] = now
+
+    def forget(self, peer: K) -> None:
+        self._heard.pop(peer, None)
+
+    def silences(self, now: float) -> dict[K, float]:
+        """Return how long each peer has been silent while this process ran (s)."""
+        excused_s = max(0.0, now - self._looked_at - self._longest_look_s)
+        self._looked_at = now
+        self._heard = {peer: min(now, heard + excused_s) for peer, heard in self._heard.items()}
+        return {peer: now - heard for peer, heard in self._heard.items()}

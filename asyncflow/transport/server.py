@@ -680,7 +680,7 @@ class Connection:
             if future is not None:
                 self._settle(future, meta, payload)
         except TransportError as error:
-            self._fail(str(error))
+            self._fail(str(error).removeprefix(f"channel to {self.service}: "))
             return False
         except Exception as error:  # the boundary of a thread: waiters must hear of it
             logger.exception("channel to %s", self.service)

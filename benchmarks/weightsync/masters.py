@@ -12,13 +12,21 @@ import xxhash
 from torch import Tensor
 
 from benchmarks.weightsync.shapes import Shapes, rows_of
-from weightsync.plan import Box
+from weightsync.plan import Box, ShardSpec
 from workers.engines.base import LocalShard
 
 WIRE = torch.bfloat16
 WIRE_NAME: Literal["bfloat16"] = "bfloat16"
 _CHUNK = 1 << 20
 _SPREAD = 0.05
+
+
+def held_by(rank: int, num_ranks: int, shapes: Shapes, dtype: torch.dtype) -> list[ShardSpec]:
+    """Return what a rank's masters are, by `weightsync.sender.describe`."""
+    name = str(dtype).removeprefix("torch.")
+    return [
+        ShardSpec(key, shape, name, Box.rows(shape, *rows_of(shape, rank, num_ranks))) for key, shape in shapes.items()
+    ]
 
 
 class Masters:

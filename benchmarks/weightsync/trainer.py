@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.weightsync.masters import WIRE, WIRE_NAME, Masters
+from benchmarks.weightsync.masters import WIRE, WIRE_NAME, Masters, held_by
 from benchmarks.weightsync.raw_gloo import RawSender
 from benchmarks.weightsync.setup import AGENT, CPU, Setup, begin_process, obey, proof_key
 from benchmarks.weightsync.spans import Span, Spans
-from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BucketLayout, Cast
-from weightsync.plan import TransferPlan
-from weightsync.sender import WeightSender, describe
+from weightsync.plan import TransferPlan, plan_transfer
+from weightsync.sender import WeightSender
 from weightsync.version import Version
 
 _BURSTS = 50
@@ -23,7 +22,7 @@ _IDLE_S = 0.015
 
 
 def train(pipe: Any, setup: Setup, rank: int, lineage: int) -> None:
-    """Serve as one rank of the trainer's gang; says "ready" once the ranks agreed on a plan."""
+    """Serve as one rank of the trainer's gang; says "ready" first."""
     begin_process()
     trainer = TrainerRank(setup, rank, lineage)
     pipe.send("ready")
@@ -77,10 +76,8 @@ class TrainerRank:
         self._credentials = setup.credentials()
         self._store = self._credentials.own_store()
         epoch, config, name = f"{lineage}.0", setup.config, f"actor-0/{rank}"
-        self._plan = agree_on_plan(
-            self._credentials, epoch, rank, describe(self._masters.shards),
-            num_ranks=setup.num_ranks, bucket_bytes=config.bucket_bytes, dtype=WIRE_NAME,
-        )  # fmt: skip
+        held = [held_by(each, setup.num_ranks, setup.shapes, setup.masters) for each in range(setup.num_ranks)]
+        self._plan = plan_transfer(held, bucket_bytes=config.bucket_bytes, dtype=WIRE_NAME)
         self._broadcaster = SwitchedBroadcaster(
             self._credentials, AGENT, name, self._plan, rank, device=CPU, epoch=epoch, timeout_s=config.timeout_s
         )
@@ -90,7 +87,7 @@ class TrainerRank:
         )  # fmt: skip
 
     def plan(self) -> TransferPlan:
-        """Return what the ranks agreed on."""
+        """Return the plan, the same on every rank."""
         return self._plan
 
     def prepare(self, step: int) -> None:

@@ -1,97 +1,81 @@
 """Node 0's side of a run on several nodes: admits the other launchers, gives orders, learns what happens there.
 
-Everything goes through the job store. `launcher.nodes.node_messages` has the messages and their proofs.
-Keys, where TOKEN names one launcher's attempt to join:
-
-    launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
-    launcher/orders/TOKEN   queue, to one                     launcher/beat/head    node 0's
-
-One thread takes events, one watches the heartbeats. All orders go out through one store client, under a lock.
-Imports torch.
+It serves a channel to each of them; `launcher.nodes.node_messages` has the messages. A launcher is lost if its channel
+ends before it has left, or if it is silent. Imports torch.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
+from typing import assert_never
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
-
-from asyncflow.clock import HostClock
-from asyncflow.errors import ConfigError, RoleFailed, TransportError
+from asyncflow.clock import HeartbeatMonitor, HostClock
+from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.job import GangSpec, Job, Node
 from asyncflow.process import ServiceThreads
-from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Session
+from launcher.nodes.membership import Membership
 from launcher.nodes.node_messages import (
     DumpStacks,
-    Envelope,
     FinishRun,
+    FromHead,
     FromNode,
     Hello,
     KillPart,
+    LauncherAlive,
     Left,
-    Opener,
+    NextOrder,
+    Noted,
     Order,
     PartExited,
     Ping,
     Pong,
     Ready,
     Refuse,
-    Sealer,
     StartPart,
     StopAsked,
-    read_body,
-    read_envelope,
 )
 from launcher.process.gang_hosts import GangHost
 from launcher.process.job_store import JobStoreClient
 from launcher.process.run_events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 
-HEAD_NAME = "head"
-EVERYBODY = "nodes"
-EVENTS = "launcher/events"
-HEAD_BEAT = "launcher/beat/head"
-IDLE = timedelta(days=30)
+SERVICE = "node-0"
+HEARTBEAT_S = 0.5
+"""How often launchers send a heartbeat (s)."""
+SILENT_S = 4.0
+"""Silence that counts as death (s); with the pauses between checks, it is noticed within 5 s."""
 LEAVE_TIMEOUT_S = 10.0
 """How long node 0 waits for the other launchers to end what they started (s)."""
+_MOST_CLIENTS = 2**13  # more than there are nodes: a launcher may ask several times
+_LONGEST_LOOK_S = 1.0
 _LOOK_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
-def orders_key(token: str) -> str:
-    """Return the key of the queue of orders to one launcher."""
-    return f"launcher/orders/{token}"
-
-
-def beat_key(token: str) -> str:
-    """Return the key under which one launcher writes its heartbeats."""
-    return f"launcher/beat/{token}"
-
-
 @dataclass
 class _Link:
-    """A launcher that proved knowledge of the secret."""
+    """A launcher that said hello; `waiting` is its request for the next order."""
 
     rank: int
-    events: Opener
-    orders: Sealer
-    beats: Opener
-    heartbeat: HeartbeatTimeout | None = None
+    session: Session
+    orders: deque[Order] = field(default_factory=deque)
+    waiting: Call | None = None
+    is_member: bool = False
     is_gone: bool = False
-    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class NodeHead:
     """The launchers of all other nodes, seen from node 0. The constructor starts answering them.
 
     Args:
-        store: of the job; each thread gets a client of its own.
+        store: of the job.
         secret: the job's (hex).
         members: decides who takes part.
         clock: of this host; all others are aligned to it.
@@ -110,26 +94,24 @@ class NodeHead:
         part_exited: Callable[[int, GangExited], None],
         report: Callable[[StopRequested | NodeLost], None],
     ) -> None:
-        self._store = store
-        self._secret = bytes.fromhex(secret)
         self._members = members
         self._clock = clock
         self.run_dir = run_dir
         self._part_exited = part_exited
         self._report = report
         self._links: dict[str, _Link] = {}
+        self._monitor: HeartbeatMonitor[str] = HeartbeatMonitor(_LONGEST_LOOK_S)
         self._changed = threading.Condition()
-        self._finished = False
+        self._end: FinishRun | None = None
         self._lost_node = ""
         self._stops = 0
         self._closing = threading.Event()
-        self._orders = store.client()
-        self._ordering = threading.Lock()
         self.threads = ServiceThreads("node 0's launcher")
-        self._running = [
-            self.threads.start(self._receive, store.client(IDLE), name="node-events"),
-            self.threads.start(self._watch, store.client(), name="node-beats"),
-        ]
+        credentials = Credentials(store.client(), bytes.fromhex(secret))
+        self._server = ChannelServer(
+            credentials, SERVICE, FromNode, self, max_clients=_MOST_CLIENTS, threads=self.threads
+        )
+        self._watcher = self.threads.start(self._watch, name="node-heartbeats")
 
     def end(self, error: BaseException | None) -> None:
         """End the threads. Launchers that do not know yet how the run ended are told: by `error` of node 0."""
@@ -179,117 +161,103 @@ class NodeHead:
         """Send a message to one launcher; one that is gone does not receive it."""
         with self._changed:
             link = self._links[token]
-        # Sealing and pushing under one lock, so that numbers arrive in order.
-        with link.sending:
-            data = link.orders.seal(message)
-            with self._ordering:
-                self._orders.queue_push(orders_key(token), data)
+            link.orders.append(message)
+        self._hand_out(link)
 
     def finish(self, code: int, line: str) -> None:
         """End the run on all nodes: they kill what is left there, print `line` and exit with `code`. Idempotent."""
         with self._changed:
-            if self._finished:
+            if self._end is not None:
                 return
-            self._finished = True
+            self._end = FinishRun(code, line)
             waiting = {token: link for token, link in self._links.items() if not link.is_gone}
         for token in waiting:
-            self.order(token, FinishRun(code, line))
+            self.order(token, self._end)
         with self._changed:
             # Only launchers that joined have processes to end.
-            joined = [link for link in waiting.values() if link.heartbeat is not None]
+            joined = [link for link in waiting.values() if link.is_member]
             self._changed.wait_for(lambda: all(link.is_gone for link in joined), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
-        self.threads.close()  # from now on an error is expected: the store may end before its clients
+        """End the threads and channels. Idempotent."""
+        self.threads.close()  # from now on an error is expected
         self._closing.set()
+        self._server.close()
+        self._watcher.join(_JOIN_TIMEOUT_S)
+
+    def handle(self, call: Call) -> None:
+        """Take in what a launcher says; each has a thread of its own."""
         try:
-            with self._ordering:
-                # Wakes the receiving thread, which then sees that we are closing.
-                self._orders.queue_push(EVENTS, b"")
-        except DistError:
-            logger.debug("the job store is gone before its last client")
-        for thread in self._running:
-            thread.join(_JOIN_TIMEOUT_S)
+            answer = self._answer(call)
+        except Exception as error:
+            self.threads.fail("node-events", error)
+            raise
+        if answer is not None:
+            call.reply(answer)
 
-    def _receive(self, store: TCPStore) -> None:
-        while True:
-            data = store.queue_pop(EVENTS)
-            if self._closing.is_set():
-                return
-            envelope = read_envelope(data)
-            if envelope is None:
-                logger.warning("%s: dropped something that is not a launcher's message", EVENTS)
-                continue
-            try:
-                self._take(envelope)
-            except TransportError as error:
-                self._lose(envelope.sender, str(error))
+    def disconnected(self, session: Session) -> None:
+        self._lose(session.client, "its channel ended")
 
-    def _take(self, envelope: Envelope) -> None:
-        token = envelope.sender
-        link = self._links.get(token)
-        # A launcher is unknown until its hello, which the same secret proves.
-        opener = Opener(self._secret, token, HEAD_NAME) if link is None else link.events
-        body = opener.open(envelope)
-        if body is None:
-            logger.warning("%s: dropped a message that does not prove the job's secret", EVENTS)
-            return
-        message = read_body(body, FromNode)
+    def _answer(self, call: Call) -> FromHead | None:
+        """Return the answer; None: it comes later."""
         arrived = self._clock.now()
-        if isinstance(message, Hello):
-            orders, beats = Sealer(self._secret, HEAD_NAME, token), Opener(self._secret, f"{token}/beat", HEAD_NAME)
-            link = _Link(message.rank, opener, orders, beats)
-            with self._changed:
-                self._links[token] = link
-        if link is None:
-            logger.warning("%s: %s did not say hello first", EVENTS, token)
-            return
+        token, message = call.session.client, call.message
+        if not isinstance(message, Ping | NextOrder | LauncherAlive):
+            logger.info("%s: %s", token, message)
+        with self._changed:
+            if isinstance(message, Hello):
+                self._links[token] = _Link(message.rank, call.session)
+                answer = Refuse("the run is over", True) if self._end else self._members.hello(token, message)
+                self._changed.notify_all()
+                return answer
+            link = self._links.get(token)
+            if link is None:
+                return Refuse("it did not say hello first", True)
+            if isinstance(message, Ready):
+                link.is_member = self._members.ready(token, message)
+                self._changed.notify_all()
+            if link.is_member and not link.is_gone:
+                self._monitor.hear(token, time.monotonic())
         match message:
             case Ping(asked=asked):
-                self.order(token, Pong(asked, arrived, self._clock.now()))
+                return self._end or Pong(asked, arrived, self._clock.now())
+            case NextOrder():
+                with self._changed:
+                    link.waiting = call
+                self._hand_out(link)
+                return None
+            case Ready() | LauncherAlive():
+                pass
             case PartExited(exited=exited):
                 self._part_exited(link.rank, exited)
-            case _:
-                self._note(token, link, message)
-
-    def _note(self, token: str, link: _Link, message: Hello | Ready | StopAsked | Left) -> None:
-        logger.info("node %d: %s", link.rank, message)
-        match message:
-            case Hello():
-                with self._changed:
-                    answer = Refuse("the run is over", True) if self._finished else self._members.hello(token, message)
-                self.order(token, answer)
-            case Ready():
-                with self._changed:
-                    if self._members.ready(token, message):
-                        link.heartbeat = HeartbeatTimeout(time.monotonic())
             case StopAsked(count=count):
-                if count > self._stops:  # a scheduler signals all launchers at once
-                    self._stops = count
+                with self._changed:
+                    is_first, self._stops = count > self._stops, max(count, self._stops)
+                if is_first:  # a scheduler signals all launchers at once
                     self._report(StopRequested(count))
             case Left():
                 self._lose(token, "its launcher left")
-        with self._changed:
-            self._changed.notify_all()
+            case _:
+                assert_never(message)
+        return Noted()
 
-    def _watch(self, store: TCPStore) -> None:
-        own = Sealer(self._secret, f"{HEAD_NAME}/beat", EVERYBODY)
-        while not self._closing.is_set():
-            store.set(HEAD_BEAT, own.seal())  # type: ignore[arg-type]  # the stub lacks bytes
-            self._look(store)
-            self._closing.wait(HEARTBEAT_S)
-
-    def _look(self, store: TCPStore) -> None:
+    def _hand_out(self, link: _Link) -> None:
+        """Answer a launcher's request with the next order, if there are both."""
         with self._changed:
-            watched = [(token, link) for token, link in self._links.items() if link.heartbeat and not link.is_gone]
-        for token, link in watched:
-            key = beat_key(token)
-            envelope = read_envelope(store.get(key)) if store.check([key]) else None
-            number = link.beats.number if envelope is None else link.beats.newest(envelope)
-            assert link.heartbeat is not None
-            if link.heartbeat.look(number, time.monotonic()):
-                self._lose(token, "no sign of life of its launcher")
+            if link.waiting is None or not link.orders:
+                return
+            call, link.waiting = link.waiting, None
+            order = link.orders.popleft()
+        call.reply(order)  # one at a time, so they arrive in their order
+
+    def _watch(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
+            with self._changed:
+                silences = self._monitor.silences(time.monotonic())
+            for token, silent_s in silences.items():
+                if silent_s > SILENT_S:
+                    self._lose(token, "no sign of life of its launcher")
+                    self._server.cut_off(self._links[token].session.number)
 
     def _lose(self, token: str, reason: str) -> None:
         """A launcher is gone; during the run, that ends the run."""
@@ -298,8 +266,9 @@ class NodeHead:
             if link is None or link.is_gone:
                 return
             link.is_gone = True
+            self._monitor.forget(token)
             # A launcher that has not joined runs nothing, so the run does not depend on it.
-            expected = self._finished or link.heartbeat is None
+            expected = self._end is not None or not link.is_member
             name = self._members.name(link.rank)
             self._changed.notify_all()
         if not expected:

@@ -1,44 +1,45 @@
-"""Another node's link to node 0: joins its job store, then carries orders in, events out, and heartbeats both ways.
+"""Another node's link to node 0: a channel that carries orders in, and events and heartbeats out.
 
     join      hello, welcome, clock offset, ready
-    threads   orders -> inbox | outgoing events | heartbeats
+    threads   orders -> inbox | outgoing events, or heartbeats
 
-Each thread has its own store client and may hang in it when node 0's host is stopped or cut off. That is why the
-owner, which never touches the store, polls `lost()`. Imports torch.
+The threads may wait for node 0 when its host is stopped or cut off. That is why the owner, which never waits for them,
+polls `lost()`. Imports torch.
 """
 
 import logging
+import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from asyncflow.clock import HostClock, RoundTrip
 from asyncflow.errors import TransportError, one_line
-from asyncflow.job import Job, address_towards
-from launcher.nodes.head import EVENTS, EVERYBODY, HEAD_BEAT, HEAD_NAME, IDLE, beat_key, orders_key
-from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout
+from asyncflow.job import GLOO_INTERFACE, Job, address_towards, choose_interfaces
+from asyncflow.process import variables_set
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
+from launcher.nodes.head import HEARTBEAT_S, SERVICE, SILENT_S
 from launcher.nodes.node_messages import (
     FinishRun,
+    FromHead,
     FromNode,
     Hello,
     Inbound,
-    Opener,
-    Order,
+    LauncherAlive,
+    NextOrder,
     Ping,
     Pong,
     Ready,
     Refuse,
-    Sealer,
-    Welcome,
-    read_body,
-    read_envelope,
 )
 from launcher.process.job_store import JobStoreClient
 
@@ -46,6 +47,7 @@ ANSWER_TIMEOUT_S = 5.0
 """For node 0's answer to a hello or a ping (s)."""
 _PROBE_TIMEOUT_S = 2.0
 _NUM_PINGS = 16
+_IDLE_S = timedelta(days=30).total_seconds()
 
 logger = logging.getLogger(__name__)
 
@@ -73,28 +75,29 @@ class HeadLink:
             # Probe first: a store client would retry for long and print stack traces.
             socket.create_connection(where, _PROBE_TIMEOUT_S).close()
             hello.address = address_towards(job.store_host)
-            link = HeadLink(job, f"{hello.rank}.{secrets.token_hex(8)}")
+            link = HeadLink(job, hello.rank, given_up)
             answer = link._say_hello(hello)
-            if answer is not None:
-                return answer
-            if given_up.is_set():
-                raise TransportError("another run began meanwhile")
-            link._begin(inbox)
-        except (OSError, DistError) as error:
+        except (OSError, DistError, TransportError) as error:
             raise TransportError(f"node 0 does not answer at {where[0]}:{where[1]} ({error})") from error
+        if answer is not None or given_up.is_set():
+            link._connection.close()
+            return answer or Refuse("another run began meanwhile", True)
+        link._begin(inbox)
         return link
 
-    def __init__(self, job: Job, token: str) -> None:
+    def __init__(self, job: Job, rank: int, given_up: threading.Event) -> None:
         self.job = job
         self.store = JobStoreClient(job.store_host, job.store_port, job.secret)
         self.clock = job.clock
-        self._token = token
-        secret = bytes.fromhex(job.secret)
-        self._events = Sealer(secret, token, HEAD_NAME)
-        self._orders = Opener(secret, HEAD_NAME, token)
-        self._beats = Sealer(secret, f"{token}/beat", HEAD_NAME)
-        self._heads_beats = Opener(secret, f"{HEAD_NAME}/beat", EVERYBODY)
-        self._heartbeat = HeartbeatTimeout(time.monotonic())
+        credentials = Credentials(self.store.client(), bytes.fromhex(job.secret))
+        chosen = dict(os.environ)
+        choose_interfaces(job.store_host, chosen)
+        # Restored: the job may be of a run that is over, and the interface leads to its node 0.
+        with variables_set({GLOO_INTERFACE: chosen[GLOO_INTERFACE]}):
+            self._connection = Connection(
+                credentials, SERVICE, f"{rank}.{secrets.token_hex(8)}", FromHead,
+                timeout_s=ANSWER_TIMEOUT_S, stop=given_up,
+            )  # fmt: skip
         self._outgoing: SimpleQueue[FromNode | None] = SimpleQueue()
         self._gone = ""
         self._closing = threading.Event()
@@ -105,15 +108,13 @@ class HeadLink:
         self._outgoing.put(event)
 
     def lost(self) -> str:
-        """Return why node 0 counts as lost, or ""; call it often, always from the same thread."""
-        if self._heartbeat.look(self._heads_beats.number, time.monotonic()):
-            return self._gone or "it gives no sign of life"
+        """Return why node 0 counts as lost, or ""."""
         return self._gone
 
     def close(self, timeout_s: float) -> bool:
         """Send what is left to send and end the threads; return whether they ended.
 
-        They do not while node 0 is stopped or its host is cut off.
+        They may not while node 0 is stopped or its host is cut off.
         """
         self._closing.set()
         self._outgoing.put(None)
@@ -124,80 +125,57 @@ class HeadLink:
 
     def _say_hello(self, hello: Hello) -> Refuse | FinishRun | None:
         """Introduce this launcher and align its clock; return what prevented that, or None: it is a member now."""
-        client = self.store.client(timedelta(seconds=ANSWER_TIMEOUT_S))
-        self._push(client, hello)
-        answer = self._next(client)
-        if not isinstance(answer, Welcome):
-            return answer if isinstance(answer, (Refuse, FinishRun)) else Refuse(f"no welcome, but {answer}", True)
+        answer = self._ask(hello)
+        if isinstance(answer, Refuse):
+            return answer
         trips: list[RoundTrip] = []
         while len(trips) < _NUM_PINGS:
-            self._push(client, Ping(time.monotonic()))
-            answer = self._next(client)
+            answer = self._ask(Ping(time.monotonic()))
             heard = time.monotonic()
             if not isinstance(answer, Pong):
                 return answer if isinstance(answer, FinishRun) else Refuse(f"no answer to a ping, but {answer}", True)
             trips.append(RoundTrip(answer.asked, answer.arrived, answer.answered, heard))
         self.clock = HostClock.aligned(trips)
-        self._push(client, Ready(self.clock.host, self.clock.offset_s, time.time() - self.clock.now()))
+        self._ask(Ready(self.clock.host, self.clock.offset_s, time.time() - self.clock.now()))
         return None
 
     def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
-        # Silence counts from here, not from the start of joining.
-        self._heartbeat = HeartbeatTimeout(time.monotonic())
-        for work, arguments in ((self._receive, (inbox,)), (self._beat, ()), (self._send, ())):
-            # Its own client: TCPStore has no deadline on a call to a stopped server, and a blocked call stalls the
-            # client.
-            client = self.store.client(IDLE)
-            name = f"head-{work.__name__.strip('_')}"
-            thread = threading.Thread(target=self._until_gone, args=(work, client, *arguments), name=name, daemon=True)
+        for name, work in (("orders", partial(self._receive, inbox)), ("events", self._send)):
+            thread = threading.Thread(target=self._until_gone, args=(work,), name=f"head-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _until_gone(self, work: Callable[..., None], client: TCPStore, *arguments: object) -> None:
+    def _until_gone(self, work: Callable[[], None]) -> None:
         try:
-            work(client, *arguments)
+            work()
         except Exception as error:  # noqa: BLE001 - thread boundary: the owner must learn that no more orders arrive
             if not self._closing.is_set():
                 logger.warning("node 0: %s", one_line(error))
                 self._gone = self._gone or _why(error)
+        finally:
+            self._connection.close()  # ends the other thread, too
 
-    def _receive(self, client: TCPStore, inbox: "SimpleQueue[Inbound]") -> None:
-        while not self._closing.is_set():
-            order = self._next(client)
-            if order is not None:
-                logger.info("order: %s", order)
-                inbox.put(order)
-
-    def _beat(self, client: TCPStore) -> None:
-        while not self._closing.wait(HEARTBEAT_S):
-            client.set(beat_key(self._token), self._beats.seal())  # type: ignore[arg-type]  # the stub lacks bytes
-            envelope = read_envelope(client.get(HEAD_BEAT))
-            if envelope is not None:
-                self._heads_beats.newest(envelope)
-
-    def _send(self, client: TCPStore) -> None:
-        while (event := self._outgoing.get()) is not None:
-            logger.info("event: %s", event)
-            self._push(client, event)
-        client.queue_push(orders_key(self._token), b"")  # wakes the thread that waits for orders
-
-    def _push(self, client: TCPStore, message: FromNode) -> None:
-        client.queue_push(EVENTS, self._events.seal(message))
-
-    def _next(self, client: TCPStore) -> Order | None:
-        """Wait for the next genuine order; None: this link is being closed."""
+    def _receive(self, inbox: "SimpleQueue[Inbound]") -> None:
         while True:
-            envelope = read_envelope(client.queue_pop(orders_key(self._token)))
-            if self._closing.is_set():
-                return None
-            body = None if envelope is None else self._orders.open(envelope)
-            if body is not None:
-                order: Order = read_body(body, Order)
-                return order
-            logger.warning("dropped an order that does not prove the job's secret")
+            order = self._ask(NextOrder(), timeout_s=_IDLE_S)
+            logger.info("order: %s", order)
+            inbox.put(order)
+
+    def _send(self) -> None:
+        while (event := self._next_event()) is not None:
+            self._ask(event, timeout_s=SILENT_S)
+
+    def _next_event(self) -> FromNode | None:
+        try:
+            event = self._outgoing.get(timeout=HEARTBEAT_S)
+        except Empty:
+            return LauncherAlive()
+        logger.info("event: %s", event)
+        return event
+
+    def _ask(self, message: FromNode, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        return self._connection.call(message, timeout_s=timeout_s)[0]
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, DistError):
-        return "its job store does not answer"
     return str(error) if isinstance(error, TransportError) else f"a thread died: {one_line(error)}"

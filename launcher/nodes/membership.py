@@ -1,6 +1,4 @@
-"""The members of a run on several nodes: node 0's list of the launchers that said hello, and the timeout of heartbeats.
-
-Pure: the clock is passed in.
+"""The members of a run on several nodes: node 0's list of the launchers that said hello. Pure.
 
 Hello -> Welcome .. Ready -> here       Hello that does not fit -> Refuse, and the run ends with its reason
                                         a second launcher with the same rank -> Refuse; it may ask again
@@ -17,12 +15,6 @@ from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
 
 MOST_AHEAD_S = 1.0
 """A larger difference of wall clocks is worth a warning (s)."""
-HEARTBEAT_S = 0.5
-"""How often launchers send a heartbeat (s)."""
-SILENT_S = 4.0
-"""Silence that counts as death (s); with the pauses between polls, it is noticed within 5 s."""
-_LONGEST_LOOK_S = 1.0
-"""Longest time between two polls that counts (s). In a longer one this process did not run, and learned nothing."""
 
 
 @dataclass(frozen=True)
@@ -142,28 +134,6 @@ class Membership:
                 f"there; set launcher.devices_per_node to what every node has"
             )
         return ""
-
-
-class HeartbeatTimeout:
-    """Tells when a peer has been silent for too long. Its heartbeats carry a number that grows."""
-
-    def __init__(self, now: float) -> None:
-        self._looked_at = now
-        self._silent_s = 0.0
-        self._last = -1
-
-    def look(self, number: int, now: float) -> bool:
-        """Take in the number of the peer's newest known heartbeat; return whether it has been silent for too long.
-
-        `now`: monotonic time (s).
-        """
-        # Capped: after a longer gap this process did not run, so the silence may be its own.
-        self._silent_s += min(now - self._looked_at, _LONGEST_LOOK_S)
-        self._looked_at = now
-        if number > self._last:
-            self._last = number
-            self._silent_s = 0.0
-        return self._silent_s > SILENT_S
 
 
 def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUsed]:

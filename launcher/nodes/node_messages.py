@@ -1,34 +1,20 @@
-"""The messages between the launchers of a run's nodes: orders of node 0, and events of the others.
+"""The messages between the launchers of a run's nodes, over one channel each (`asyncflow.transport`). Node 0 serves.
 
 node K                               node 0
   |-- Hello ---------------------------->|   who I am; or why I cannot take part
   |<------------------ Welcome | Refuse -|
   |-- Ping --------------------- Pong ---|   several times: the offset of the clocks
-  |-- Ready ---------------------------->|
+  |-- Ready -------------------- Noted --|
+  |-- NextOrder ------------------------>|   waits there for an order; once it came, the next one is asked for
   |<- StartPart | KillPart | DumpStacks -|
-  |-- PartExited | StopAsked ----------->|
+  |-- PartExited | StopAsked --- Noted --|   `LauncherAlive` if there is nothing to say
   |<------------------------- FinishRun -|
-  |-- Left ----------------------------->|   all its processes are gone
-
-They go through the job store, whose port others can reach. So every message carries its sender, a growing number, and
-an HMAC over both and the receiver: it cannot be forged, changed, replayed or redirected, and the receiver notices a
-missing one.
+  |-- Left --------------------- Noted --|   all its processes are gone
 """
-
-from typing import TYPE_CHECKING
-
-from launcher.process.run_events import GangExited, StopRequested
-
-if TYPE_CHECKING:
-    pass
-
-from typing import Any
 
 import msgspec
 
-from asyncflow.decoding import UNREADABLE, msgpack_decoder
-from asyncflow.errors import TransportError
-from asyncflow.mac import Mac
+from launcher.process.run_events import GangExited, StopRequested
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -76,6 +62,14 @@ class Ready(msgspec.Struct, tag=True):
     ahead_s: float
 
 
+class NextOrder(msgspec.Struct, tag=True):
+    """Asks for this launcher's next order; answered once there is one."""
+
+
+class LauncherAlive(msgspec.Struct, tag=True):
+    """A heartbeat of a launcher that has nothing else to say."""
+
+
 class PartExited(msgspec.Struct, tag=True):
     """All ranks of a gang on this node are gone; `exited.at` is in node 0's time."""
 
@@ -111,6 +105,10 @@ class Pong(msgspec.Struct, tag=True):
     answered: float
 
 
+class Noted(msgspec.Struct, tag=True):
+    """Node 0 has taken note."""
+
+
 class StartPart(msgspec.Struct, tag=True):
     """Start this node's ranks of a gang as described by this revision of `job.json`, or a later one."""
 
@@ -136,101 +134,8 @@ class FinishRun(msgspec.Struct, tag=True):
     line: str
 
 
-FromNode = Hello | Ping | Ready | PartExited | StopAsked | Left
-Order = Welcome | Refuse | Pong | StartPart | KillPart | DumpStacks | FinishRun
-
-
-_MOST_BYTES = 2**20
-_PURPOSE = "launchers"
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-class Envelope(msgspec.Struct):
-    """A message with its proof; `body` counts only if the proof is right."""
-
-    sender: str
-    number: int
-    proof: bytes
-    body: bytes
-
-
-class Sealer:
-    """Seals one sender's messages to one receiver. Not thread-safe: the caller keeps their order."""
-
-    def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
-        self._mac = Mac(secret, _PURPOSE)
-        self._sender = sender
-        self._receiver = receiver
-        self._number = 0
-
-    def seal(self, message: msgspec.Struct | None = None) -> bytes:
-        """Return the next message as bytes; None: one without content."""
-        self._number += 1
-        body = b"" if message is None else _ENCODER.encode(message)
-        proof = self._mac.of(*_fields(self._sender, self._receiver, self._number, body))
-        return _ENCODER.encode(Envelope(self._sender, self._number, proof, body))
-
-
-class Opener:
-    """Checks the messages of one sender to one receiver."""
-
-    def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
-        self._mac = Mac(secret, _PURPOSE)
-        self._sender = sender
-        self._receiver = receiver
-        self.number = 0
-        """Of the newest genuine message."""
-
-    def open(self, envelope: Envelope) -> bytes | None:
-        """Return the body of the next message; None: it is forged or a replay.
-
-        Raises:
-            TransportError: messages before it are missing.
-        """
-        if envelope.number <= self.number or not self._is_genuine(envelope):
-            return None
-        missing = envelope.number - self.number - 1
-        self.number = envelope.number
-        if missing:
-            raise TransportError(f"{missing} messages of {self._sender} are missing; something else reads them")
-        return envelope.body
-
-    def newest(self, envelope: Envelope) -> int:
-        """Take in a message that replaces earlier ones; return the newest genuine number."""
-        if envelope.number > self.number and self._is_genuine(envelope):
-            self.number = envelope.number
-        return self.number
-
-    def _is_genuine(self, envelope: Envelope) -> bool:
-        fields = _fields(self._sender, self._receiver, envelope.number, envelope.body)
-        return envelope.sender == self._sender and self._mac.proves(envelope.proof, *fields)
-
-
-def read_envelope(data: bytes) -> Envelope | None:
-    """Decode received bytes; None: they are not an envelope."""
-    if len(data) > _MOST_BYTES:
-        return None
-    try:
-        return msgpack_decoder(Envelope).decode(data)
-    except UNREADABLE:
-        return None
-
-
-def read_body(body: bytes, messages: Any) -> Any:
-    """Decode a message of one of the types in the union `messages`.
-
-    Raises:
-        TransportError: it is none of them; the two ends run different versions.
-    """
-    try:
-        return msgpack_decoder(messages).decode(body)
-    except UNREADABLE as error:
-        raise TransportError(f"a launcher's message cannot be read ({error}); do all nodes run one version?") from error
-
-
-def _fields(sender: str, receiver: str, number: int, body: bytes) -> tuple[bytes, ...]:
-    return sender.encode(), receiver.encode(), number.to_bytes(8, "little"), body
-
-
+Order = StartPart | KillPart | DumpStacks | FinishRun
+FromNode = Hello | Ping | Ready | NextOrder | LauncherAlive | PartExited | StopAsked | Left
+FromHead = Welcome | Refuse | Pong | Noted | Order
 Inbound = Order | GangExited | StopRequested
 """What the launcher of node 1, 2, ... handles."""

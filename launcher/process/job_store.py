@@ -9,10 +9,9 @@
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
-    launcher/...       between launchers of several nodes, see `launcher.nodes.head`
 
-Values are sealed (`asyncflow.sealed_store`); launchers seal theirs in their own way. A value that this job did not
-write is skipped: every value here is repeated or dispensable.
+Values are sealed (`asyncflow.sealed_store`). A value that this job did not write is skipped: every value here is
+repeated or dispensable.
 
 Imports torch, so import it only after the config is accepted. One client per thread: a blocked call stalls all others
 on the same client.

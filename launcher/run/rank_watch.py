@@ -8,24 +8,15 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from asyncflow.clock import excused
+from asyncflow.clock import HeartbeatMonitor
 from launcher.process.progress import Status, Statuses
 from launcher.process.run_events import RankStuck
 
 Place = tuple[str, int]
 
 _LONGEST_LOOK_S = 5.0
-"""Longest time between two polls that counts (s). After a longer gap, ranks' reports may still be unread."""
-
-
-@dataclass
-class _Seen:
-    """The last status seen of a rank: `time` is the rank's own, `heard_at` when it arrived here (monotonic, s)."""
-
-    time: float
-    heard_at: float
+"""Longest time between two polls that counts (s); launchers are stopped by Ctrl-Z, and jobs are suspended."""
 
 
 class RankWatch:
@@ -50,12 +41,14 @@ class RankWatch:
         self._operation_timeout_s = operation_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._deadlock_timeout_s = deadlock_timeout_s
-        self._seen: dict[Place, _Seen] = {}
-        self._looked_at = 0.0
+        self._monitor: HeartbeatMonitor[Place] = HeartbeatMonitor(_LONGEST_LOOK_S)
+        self._last: dict[Place, float] = {}  # when each rank wrote its last status, by its own clock
 
     def forget(self, gang: str) -> None:
         """Drop the statuses of a gang that ended or starts again."""
-        self._seen = {place: seen for place, seen in self._seen.items() if place[0] != gang}
+        for place in [place for place in self._last if place[0] == gang]:
+            del self._last[place]
+            self._monitor.forget(place)
 
     def look(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
         """Return the stuck ranks, the longest stuck first, since others may wait for it.
@@ -68,15 +61,16 @@ class RankWatch:
         """
         stuck: list[tuple[float, RankStuck]] = []
         waiting = []
-        self._excuse(now)
+        silences = self._monitor.silences(now)
         for (gang, rank), status in sorted(statuses.items()):
             if gang not in workers:
                 continue
-            seen = self._seen.get((gang, rank))
-            if seen is None or seen.time != status.time:
+            if self._last.get((gang, rank)) != status.time:
+                self._last[gang, rank] = status.time
                 # Counted from a report's arrival here: its own timestamp may be another host's.
-                seen = self._seen[gang, rank] = _Seen(status.time, now)
-            silent_s = now - seen.heard_at
+                self._monitor.hear((gang, rank), now)
+                silences[gang, rank] = 0.0
+            silent_s = silences[gang, rank]
             if silent_s > self._silence_timeout_s:
                 why = f"no sign of life for {silent_s:.0f} s; last: {status.state}"
                 stuck.append((silent_s, RankStuck(gang, rank, why)))
@@ -92,12 +86,6 @@ class RankWatch:
             why = f"deadlock: all ranks are waiting; this one for {seconds:.0f} s ({state}); {others}"
             stuck.append((seconds, RankStuck(gang, rank, why)))
         return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
-
-    def _excuse(self, now: float) -> None:
-        """Do not count the time in which this process was stopped (Ctrl-Z, a suspended job) as silence of the ranks."""
-        for seen in self._seen.values():
-            seen.heard_at = excused(seen.heard_at, looked_at=self._looked_at, now=now, longest_s=_LONGEST_LOOK_S)
-        self._looked_at = now
 
     def _timeout_s(self, status: Status) -> float:
         return self._operation_timeout_s if status.at_work else self._start_timeout_s

@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from asyncflow.transport.meeting import Credentials
 from weightsync.agent.agent_service import WeightAgent
-from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastMember, checksum
 from weightsync.config import WeightSyncConfig
-from weightsync.plan import Box, Need
+from weightsync.plan import Box, Need, ShardSpec, plan_transfer
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
 from weightsync.version import Version
 from workers.engines.base import LocalShard
 
@@ -72,11 +71,12 @@ def follow(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
         files.set(f"left {rank}", "1")
         return {"came": len(came), "wrong": wrong, "host_copies": copies.number}
     mine = slice(rank * rows, (rank + 1) * rows)
+    shape = (senders * rows, 64)
+    boxes = [Box.rows(shape, each * rows, (each + 1) * rows) for each in range(senders)]
     master = torch.empty(rows, 64, device=device)
-    shards = [LocalShard("w", (senders * rows, 64), Box((mine.start, 0), (rows, 64)), master)]
-    plan = agree_on_plan(
-        credentials, "0", rank, describe(shards), num_ranks=senders, bucket_bytes=2048, dtype="bfloat16"
-    )
+    shards = [LocalShard("w", shape, boxes[rank], master)]
+    held = [[ShardSpec("w", shape, "float32", box)] for box in boxes]
+    plan = plan_transfer(held, bucket_bytes=2048, dtype="bfloat16")
 
     class Counted(Broadcaster):
         def run(self, *arguments: Any, **named: Any) -> None:

@@ -28,7 +28,7 @@ def connect_rudely(store: dist.Store, rank: int, size: int, timeout: timedelta) 
 
 
 def gang_rank(port: int, pipe: Pipe, rank: int, num_ranks: int, timeout_s: float, device: str = "cpu") -> None:
-    """Meet the others, then gather whenever told, until that fails; then say why.
+    """Meet the others, then gather what it is told, and its rank, until that fails; then say why.
 
     Args:
         device: of the rank; the backend of any but the CPU is `connect_rudely`.
@@ -49,7 +49,6 @@ def gang_rank(port: int, pipe: Pipe, rank: int, num_ranks: int, timeout_s: float
         meet_peers(context)
         while True:
             pipe.send("ready")
-            pipe.recv()
-            pipe.send(gather(rank))
+            pipe.send(gather([rank, pipe.recv()]))
     except AsyncFlowError as error:
         pipe.send((type(error).__name__, str(error)))

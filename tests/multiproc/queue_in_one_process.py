@@ -14,10 +14,9 @@ from asyncflow.transport.meeting import Credentials
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig
 from weightsync.agent.agent_service import WeightAgent
-from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastMember
 from weightsync.config import WeightSyncConfig
-from weightsync.plan import Box, Need
+from weightsync.plan import Box, Need, plan_transfer
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
@@ -47,7 +46,7 @@ def main() -> None:
     cpu, whole = torch.device("cpu"), Box.whole((4,))
     agent = WeightAgent(credentials, "weights-0", WeightSyncConfig(), peers=["weights-1"])
     shards = [LocalShard("w", (4,), whole, torch.ones(4))]
-    plan = agree_on_plan(credentials, "0", 0, describe(shards), num_ranks=1, bucket_bytes=1024, dtype="float32")
+    plan = plan_transfer([describe(shards)], bucket_bytes=1024, dtype="float32")
     broadcaster = Broadcaster(credentials, "weights-0", "actor/0", plan, 0, device=cpu, epoch="0", timeout_s=20)
     sender = WeightSender(credentials, "weights-0", "actor/0", plan, 0, device=cpu, broadcaster=broadcaster)
     member = BroadcastMember(credentials.group_store(), "rollout-0", cpu)

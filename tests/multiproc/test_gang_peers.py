@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from gang_ranks import gang_rank
+from torch.distributed import TCPStore
 
 Start = Callable[..., Any]
+LARGE = "what a rank holds of a large model " * 2**15
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 """The second one's backend blocks as NCCL's does, see `gang_ranks`."""
@@ -21,7 +23,17 @@ def test_ranks_that_all_come_hear_from_each_other(start: Start, device: str) -> 
     assert [rank.hear() for rank in ranks] == ["ready"] * 2
     for rank in ranks:
         rank.tell("gather")
-    assert [rank.hear() for rank in ranks] == [[0, 1]] * 2
+    assert [rank.hear() for rank in ranks] == [[[0, "gather"], [1, "gather"]]] * 2
+
+
+@pytest.mark.gate
+def test_what_ranks_gather_does_not_go_through_the_store(start: Start, store: TCPStore) -> None:
+    ranks = [start(gang_rank, rank, 2, 60.0) for rank in range(2)]
+    assert [rank.hear() for rank in ranks] == ["ready"] * 2
+    for rank in ranks:
+        rank.tell(LARGE)
+    assert [rank.hear() for rank in ranks] == [[[0, LARGE], [1, LARGE]]] * 2
+    assert sum(len(store.get(key)) for key in store.list_keys()) < len(LARGE)
 
 
 @pytest.mark.parametrize("end", [pytest.param(signal.SIGKILL, marks=pytest.mark.gate), signal.SIGSTOP])

@@ -1,5 +1,6 @@
-"""Node 0 and another launcher over a real job store: what they say arrives, and nobody else can say anything."""
+"""Node 0 and another launcher over a real channel: what they say arrives, and nobody else can say anything."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from waiting import wait_until
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job
-from launcher.nodes.head import EVENTS, NodeHead, beat_key, orders_key
+from asyncflow.sealed_store import SealedStore
+from asyncflow.transport.meeting import Ask, ask_key
+from launcher.nodes.head import SERVICE, NodeHead
 from launcher.nodes.link import HeadLink
 from launcher.nodes.membership import Membership, needed_devices
 from launcher.nodes.node_messages import (
@@ -26,7 +29,6 @@ from launcher.nodes.node_messages import (
     Left,
     PartExited,
     Refuse,
-    Sealer,
     StartPart,
     StopAsked,
 )
@@ -131,15 +133,12 @@ def test_clock_is_aligned_to_node_0(run: Run) -> None:
 @pytest.mark.gate
 def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     link, inbox = joined(run)
-    token = run.head._members.token(1)
     stranger = run.store.client()
-    guess, other = Sealer(b"guess", "head", token), Sealer(b"guess", token, "head")
-    for data in (b"", b"noise", guess.seal(FinishRun(0, "done")), guess.seal(StartPart("ref-0", 0, 0))):
-        stranger.queue_push(orders_key(token), data)
-    hello = Hello(1, 2, "you", "evil", "", "1.0", "npu", 8, "it is all wrong")
-    for data in (b"", b"noise", other.seal(StopAsked(2)), Sealer(b"guess", "1.b", "head").seal(hello)):
-        stranger.queue_push(EVENTS, data)
-    stranger.set(beat_key(token), other.seal())
+    guess = SealedStore(stranger, b"guess")
+    ask = msgspec.msgpack.encode(Ask("1", run.head._members.token(1), b"nonce"))
+    for data in (b"", b"noise", ask):
+        stranger.queue_push(ask_key(SERVICE), data)
+        guess.queue_push(ask_key(SERVICE), data)
     run.head.hosts()[1].kill("ref-0")
     assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
     link.send(StopAsked(1))
@@ -148,53 +147,47 @@ def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     assert run.told.empty()
 
 
-@pytest.mark.gate
-def test_order_that_somebody_took_away_is_missed(run: Run) -> None:
-    link, inbox = joined(run)
-    token, node = run.head._members.token(1), run.head.hosts()[1]
-    node.kill("ref-0")
-    assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
-    run.head._links[token].orders.seal(KillPart("ref-0"))  # never arrives
-    node.kill("ref-0")
-    assert "1 messages of head are missing" in until(link.lost, "the link is lost")
-
-
-def test_event_that_somebody_took_away_loses_its_node(run: Run) -> None:
-    link, _ = joined(run)
-    link._events.seal(StopAsked(1))  # never arrives
-    link.send(StopAsked(2))
-    assert run.next() == NodeLost("node 1 (host-1)")
-
-
 def test_launcher_that_leaves_before_the_end_is_lost(run: Run) -> None:
     link, _ = joined(run)
     link.send(Left())
     assert run.next() == NodeLost("node 1 (host-1)")
 
 
-@pytest.mark.gate
-def test_launcher_without_signs_of_life_is_lost(run: Run) -> None:
+def test_launcher_whose_channel_ends_is_lost_at_once(run: Run) -> None:
     link, _ = joined(run)
-    link._closing.set()  # its thread gives no more
+    link._connection.close()
     assert run.next() == NodeLost("node 1 (host-1)")
 
 
-def test_node_0_without_signs_of_life_is_lost(run: Run) -> None:
+@pytest.mark.gate
+def test_launcher_without_signs_of_life_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     link, _ = joined(run)
-    run.head._closing.set()
-    assert until(link.lost, "node 0 is lost") == "it gives no sign of life"
+    monkeypatch.setattr(link, "_next_event", lambda: silence(link._connection.wait_closed))
+    assert run.next() == NodeLost("node 1 (host-1)")
+
+
+def test_node_0_without_signs_of_life_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, _ = joined(run)
+    run.head._closing.set()  # it does not watch either
+    monkeypatch.setattr(run.head, "_answer", lambda call: None)
+    assert "no reply to" in until(link.lost, "node 0 is lost")
+
+
+def silence(until_closed: Callable[[float], bool]) -> None:
+    """Say nothing more, until the other end has had enough."""
+    assert until_closed(DEADLINE_S)
 
 
 def test_launcher_whose_thread_for_orders_dies_counts_node_0_as_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     link, _ = joined(run)
-    monkeypatch.setattr(link._orders, "open", boom)
+    monkeypatch.setattr(logging.getLogger("launcher.nodes.link"), "info", boom)
     run.head.hosts()[1].kill("ref-0")
     assert until(link.lost, "node 0 is lost") == "a thread died: KeyError: 'nobody thought of this'"
 
 
-def test_node_0_whose_thread_for_events_dies_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_0_that_fails_at_an_event_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     link, _ = joined(run)
-    monkeypatch.setattr(run.head, "_note", boom)
+    monkeypatch.setattr(run.head, "_report", boom)
     link.send(StopAsked(1))
     assert run.head.threads.failed.wait(DEADLINE_S)
     with pytest.raises(RoleFailed, match="node 0's launcher: thread node-events died: KeyError"):
@@ -205,14 +198,11 @@ def boom(*_: Any) -> None:
     raise KeyError("nobody thought of this")
 
 
-def test_gone_job_store_is_noticed_at_once(tmp_path: Path) -> None:
+def test_gone_node_0_is_noticed_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     link, _ = joined(run)
-    run.head._closing.set()
-    store, run.store = run.store, None  # type: ignore[assignment]
     run.head.close()
-    del run.head, store
-    assert "its job store does not answer" in until(link.lost, "node 0 is lost")
+    assert "closed" in until(link.lost, "node 0 is lost")
     assert link.close(DEADLINE_S)
 
 

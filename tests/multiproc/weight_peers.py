@@ -22,11 +22,10 @@ from asyncflow.transport.frame import Payload
 from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.server import Call
 from weightsync.agent.agent_service import WeightAgent
-from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastGroup, BroadcastMember, BucketLayout
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import BucketFetched, FetchBucket
-from weightsync.plan import Box, Need
+from weightsync.plan import Box, Need, plan_transfer
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import ShardWriter, WeightSender, describe
 from weightsync.version import Version
@@ -123,6 +122,16 @@ class Agent:
         return "closed"
 
 
+def parts_of(rank: int, setup: Setup) -> list[Part]:
+    """Return what a trainer rank holds, as it is before the first version."""
+    all_shapes = {**shapes(setup.wide), **BUFFERS}
+    boxes = {key: box_of(key, shape, rank, setup) for key, shape in all_shapes.items()}
+    return [
+        Part(key, shape, boxes[key], weights(Version(0, 0), setup.wide)[key][boxes[key].slices].clone())
+        for key, shape in all_shapes.items()
+    ]
+
+
 def weight_trainer(port: int, pipe: Pipe, agent: str, rank: int, setup: Setup) -> None:
     """Be a trainer rank."""
     run_commands(pipe, Trainer(port, pipe, agent, rank, setup))
@@ -135,16 +144,11 @@ class Trainer:
         self._pipe = pipe
         mine, name = credentials(port), f"actor/{rank}"
         self._wide = setup.wide
-        all_shapes = {**shapes(setup.wide), **BUFFERS}
-        boxes = {key: box_of(key, shape, rank, setup) for key, shape in all_shapes.items()}
-        self._parts = [
-            Part(key, shape, boxes[key], weights(Version(0, 0), setup.wide)[key][boxes[key].slices].clone())
-            for key, shape in all_shapes.items()
-        ]
-        self._plan = agree_on_plan(
-            mine, setup.epoch, rank, describe(self._parts),
-            num_ranks=setup.num_ranks, bucket_bytes=setup.bucket_bytes, dtype=setup.dtype,
-        )  # fmt: skip
+        everybodys = [parts_of(each, setup) for each in range(setup.num_ranks)]
+        self._parts = everybodys[rank]
+        self._plan = plan_transfer(
+            [describe(parts) for parts in everybodys], bucket_bytes=setup.bucket_bytes, dtype=setup.dtype
+        )
         caster = None
         if setup.broadcast:
             caster = Broadcaster(

@@ -1,11 +1,11 @@
-"""Waits of which a standstill of this process takes little."""
+"""Waits, and silence of others, of which a standstill of this process takes little."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.clock import awake_result, awake_slices
+from asyncflow.clock import HeartbeatMonitor, awake_result, awake_slices
 
 
 @pytest.fixture(name="now")
@@ -73,3 +73,25 @@ def test_result_that_does_not_come_and_error_of_its_own() -> None:
     failed.set_exception(TimeoutError("its own"))
     with pytest.raises(TimeoutError, match="its own"):
         awake_result(failed, 10.0)
+
+
+def silences(monitor: HeartbeatMonitor[str], first: int, last: int) -> list[float]:
+    """Look every second; returns how long `peer` was silent at each look."""
+    return [monitor.silences(float(now))["peer"] for now in range(first, last + 1)]
+
+
+def test_silence_counts_from_the_last_heartbeat() -> None:
+    monitor: HeartbeatMonitor[str] = HeartbeatMonitor(1.0)
+    monitor.hear("peer", 100.0)
+    assert silences(monitor, 100, 103) == [0.0, 1.0, 2.0, 3.0]
+    monitor.hear("peer", 103.5)
+    assert silences(monitor, 104, 105) == [0.5, 1.5]
+    monitor.forget("peer")
+    assert monitor.silences(106.0) == {}
+
+
+def test_silence_while_this_process_stood_still_is_nobodys() -> None:
+    monitor: HeartbeatMonitor[str] = HeartbeatMonitor(1.0)
+    monitor.hear("peer", 100.0)
+    assert silences(monitor, 100, 101) == [0.0, 1.0]
+    assert silences(monitor, 3600, 3602) == [2.0, 3.0, 4.0]

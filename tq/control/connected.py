@@ -4,34 +4,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from asyncflow.clock import excused
+from asyncflow.clock import HeartbeatMonitor
 from tq.timers import Timer, Timers
 
-# Checks come at least this often. After a longer pause this process stood still itself, with heartbeats unread.
+# Checks come at least this often; what is longer than that between two of them is no silence.
 _LOOKS_PER_TIMEOUT = 4
 
 
 @dataclass
 class _Owner:
     session: int
-    last_heard: float
     joined: bool = True
-
-
-@dataclass
-class _Unit:
-    session: int
-    last_heard: float
 
 
 class Sessions:
     """Owners and units of open channels. The caller holds the lock and passes the clock (s, monotonic)."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_timeout_s: float, unit_timeout_s: float) -> None:
         self._owners: dict[str, _Owner] = {}
-        self._units: dict[str, _Unit] = {}
-        self._owners_looked_at = 0.0
-        self._units_looked_at = 0.0
+        self._units: dict[str, int] = {}  # name -> session
+        self._lease_timeout_s = lease_timeout_s
+        self._unit_timeout_s = unit_timeout_s
+        self._owner_beats: HeartbeatMonitor[str] = HeartbeatMonitor(lease_timeout_s / _LOOKS_PER_TIMEOUT)
+        self._unit_beats: HeartbeatMonitor[str] = HeartbeatMonitor(unit_timeout_s / _LOOKS_PER_TIMEOUT)
 
     @property
     def owners(self) -> list[str]:
@@ -40,12 +35,14 @@ class Sessions:
 
     def joined(self, session: int, owner: str, now: float) -> None:
         """A consumer joins, on a new channel or, after it was given up, again on the same one."""
-        self._owners[owner] = _Owner(session, now)
+        self._owners[owner] = _Owner(session)
+        self._owner_beats.hear(owner, now)
 
     def asked(self, session: int, owner: str, now: float) -> None:
         """A consumer may get rows: watch its channel again if it was given up, but it must join to be `heard`."""
         if owner not in self._owners:
-            self._owners[owner] = _Owner(session, now, joined=False)
+            self._owners[owner] = _Owner(session, joined=False)
+            self._owner_beats.hear(owner, now)
 
     def elsewhere(self, session: int, owner: str) -> bool:
         """Whether a consumer's known channel is another one than this, whose end was not noticed yet."""
@@ -55,54 +52,47 @@ class Sessions:
     def heard(self, owner: str, now: float) -> bool:
         """Note a heartbeat; False when the owner is not known (any more), and must join."""
         known = self._owners.get(owner)
-        if known is not None:
-            known.last_heard = now
-        return known is not None and known.joined
+        if known is None:
+            return False
+        self._owner_beats.hear(owner, now)
+        return known.joined
 
     def registered(self, session: int, unit: str, now: float) -> None:
-        self._units[unit] = _Unit(session, now)
+        self._units[unit] = session
+        self._unit_beats.hear(unit, now)
 
     def unit_heard(self, session: int, now: float) -> None:
-        for unit in self._units.values():
-            if unit.session == session:
-                unit.last_heard = now
+        for unit, its_session in self._units.items():
+            if its_session == session:
+                self._unit_beats.hear(unit, now)
 
-    def silent_units(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
-        """Return (unit, session) of those that were silent for `timeout_s` while this process ran."""
-        _excuse(self._units.values(), self._units_looked_at, now, timeout_s)
-        self._units_looked_at = now
-        return [(name, unit.session) for name, unit in self._units.items() if now - unit.last_heard > timeout_s]
+    def silent_units(self, now: float) -> list[tuple[str, int]]:
+        """Return (unit, session) of those that were silent for `unit_timeout_s` while this process ran."""
+        silences = self._unit_beats.silences(now)
+        return [(unit, self._units[unit]) for unit, silent_s in silences.items() if silent_s > self._unit_timeout_s]
+
+    def silent_owners(self, now: float) -> list[str]:
+        """Return, and forget, the owners that were silent for `lease_timeout_s` while this process ran."""
+        silences = self._owner_beats.silences(now)
+        owners = [owner for owner, silent_s in silences.items() if silent_s > self._lease_timeout_s]
+        self.gone(owners)
+        return owners
 
     def ended(self, session: int) -> tuple[list[str], list[str]]:
         """A channel ended; returns (owners, units) that were reached over it and no other."""
         owners = [name for name, owner in self._owners.items() if owner.session == session]
-        units = [name for name, unit in self._units.items() if unit.session == session]
-        self._forget(owners, units)
+        units = [name for name, its_session in self._units.items() if its_session == session]
+        self.gone(owners)
+        for unit in units:
+            del self._units[unit]
+            self._unit_beats.forget(unit)
         return owners, units
-
-    def silent(self, now: float, timeout_s: float) -> list[str]:
-        """Return, and forget, the owners that were silent for `timeout_s` while this process ran."""
-        _excuse(self._owners.values(), self._owners_looked_at, now, timeout_s)
-        self._owners_looked_at = now
-        owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
-        self._forget(owners, ())
-        return owners
 
     def gone(self, owners: Iterable[str]) -> None:
         """Forget consumers that are known to be gone; unknown ones are skipped."""
-        self._forget([owner for owner in owners if owner in self._owners], ())
-
-    def _forget(self, owners: Iterable[str], units: Iterable[str]) -> None:
-        for name in owners:
-            del self._owners[name]
-        for unit in units:
-            del self._units[unit]
-
-
-def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeout_s: float) -> None:
-    """Subtract the time for which this process stood still from every peer's silence."""
-    for one in those:
-        one.last_heard = excused(one.last_heard, looked_at=looked_at, now=now, longest_s=timeout_s / _LOOKS_PER_TIMEOUT)
+        for owner in owners:
+            self._owners.pop(owner, None)
+            self._owner_beats.forget(owner)
 
 
 class UnitGraces:

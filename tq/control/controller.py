@@ -472,7 +472,7 @@ class ControllerService:
         self._naming = threading.Lock()
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
-        self._sessions = Sessions()
+        self._sessions = Sessions(config.lease_timeout_s, config.unit_timeout_s)
         self._rates = TaskRates(time.monotonic())
         self._closed = False
         recovering = None
@@ -684,19 +684,18 @@ class ControllerService:
 
     def _look_for_silent(self) -> None:
         """Periodically give up consumers that have been silent for `lease_timeout_s`."""
-        timeout_s = self._config.lease_timeout_s
         with self._shell.lock:
-            silent = self._sessions.silent(time.monotonic(), timeout_s)
+            silent = self._sessions.silent_owners(time.monotonic())
             answers = [answer for owner in silent for answer in self._give_up(owner)]
         self._shell.send(answers)
         self._forget(silent)
-        self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
+        self._timers.after(self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
 
     def _look_for_silent_units(self) -> None:
         """Periodically cut off silent units, such as a stopped process; a unit that continues registers again."""
         timeout_s = self._config.unit_timeout_s
         with self._shell.lock:
-            silent = self._sessions.silent_units(time.monotonic(), timeout_s)
+            silent = self._sessions.silent_units(time.monotonic())
         for unit, session in silent:
             logger.warning("%s was silent for %g s; it counts as away", unit, timeout_s)
             self._server.cut_off(session)

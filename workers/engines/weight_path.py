@@ -4,37 +4,34 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import msgspec
 from torch import Tensor
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import WeightsLate
-from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastMember
-from weightsync.plan import Need
+from weightsync.plan import Need, ShardSpec, plan_transfer
 from weightsync.receiver import RanksEngine, RanksReceiver, WeightReceiver
 from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import GenerateEngine, LocalShard
 from workers.rank.context import WorkerContext
+from workers.rank.peers import gather
 from workers.settings.dataflow import WEIGHTS
 
 
 def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:
-    """Agree on a plan with the other trainer ranks; return this rank's sender of its `shards`.
+    """Plan with the other trainer ranks who sends what; return this rank's sender of its `shards`. Collective.
 
     Raises:
-        PlanError: the ranks' shards do not form one model.
-        WeightSyncError: another rank did not report its shards in time.
+        PlanError: the ranks' shards do not form one model; raised on every rank.
+        DeadlineExceeded: a rank does not come, or left.
     """
     config, epoch = context.config.weightsync, f"{context.job.lineage}.{context.attempt}"
-    plan = agree_on_plan(
-        context.credentials(),
-        epoch,
-        context.rank,
-        describe(shards),
-        num_ranks=context.gang.num_ranks,
-        bucket_bytes=config.bucket_bytes,
-        dtype=config.dtype or context.config.model.dtype,
-    )
+    # Every rank computes the same plan from what all hold.
+    decoder = msgpack_decoder(list[ShardSpec])
+    held = [decoder.decode(part) for part in gather(msgspec.msgpack.encode(describe(shards)))]
+    plan = plan_transfer(held, bucket_bytes=config.bucket_bytes, dtype=config.dtype or context.config.model.dtype)
     broadcaster = None
     if config.path == "broadcast":
         broadcaster = Broadcaster(

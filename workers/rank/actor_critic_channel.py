@@ -24,9 +24,9 @@ from asyncflow.checkpoint_files import CRITIC
 from asyncflow.errors import CheckpointError
 from asyncflow.sealed_store import SealedStore
 
-# A store's wait has a deadline, but waiting for the other trainer has none here, so the wait is repeated. The launcher
-# detects a trainer that does not come.
-_SLICE_S = 30.0
+# A store's wait has a deadline, but waiting for the other trainer has none here: the launcher detects one that does not
+# come.
+_NO_DEADLINE_S = timedelta(days=20).total_seconds()
 
 
 class Kind(StrEnum):
@@ -96,17 +96,9 @@ class ActorCriticChannel:
     def _set(self, key: str, value: Any) -> None:
         self._keys.set(key, json.dumps(value))
 
-    def _wait(self, key: str, *, timeout_s: float = 0.0, what: str = "") -> Any:
-        left_s = timeout_s
-        while not self._comes(key, min(_SLICE_S, left_s) if timeout_s else _SLICE_S):
-            left_s -= _SLICE_S
-            if timeout_s and left_s <= 0:
-                raise CheckpointError(f"{what} within {timeout_s:g} s (checkpoint.timeout_s)")
-        return json.loads(self._keys.get(key))
-
-    def _comes(self, key: str, timeout_s: float) -> bool:
+    def _wait(self, key: str, *, timeout_s: float = _NO_DEADLINE_S, what: str = "") -> Any:
         try:
             self._keys.wait([key], timedelta(seconds=timeout_s))
-        except DistStoreError:
-            return False
-        return True
+        except DistStoreError as error:
+            raise CheckpointError(f"{what} within {timeout_s:g} s (checkpoint.timeout_s)") from error
+        return json.loads(self._keys.get(key))

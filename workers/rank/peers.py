@@ -80,7 +80,7 @@ def _blame(who: str, whom: str, began: float, what: str, error: Exception) -> De
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value (JSON types, infinities and NaN), in rank order, on every rank. Collective.
+    """Return every rank's value (JSON types, bytes, infinities and NaN), in rank order, on every rank. Collective.
 
     Over the default group it raises DeadlineExceeded if a rank does not come or left; errors of another, a Gloo group,
     are the caller's.

@@ -5,13 +5,13 @@ import pytest
 from tq.control.connected import Sessions
 
 
-def looks(sessions: Sessions, first: int, last: int, timeout_s: float = 10.0) -> list[str]:
+def looks(sessions: Sessions, first: int, last: int) -> list[str]:
     """Look every second, as controllers do several times in a timeout; returns who was given up."""
-    return [owner for now in range(first, last + 1) for owner in sessions.silent(float(now), timeout_s)]
+    return [owner for now in range(first, last + 1) for owner in sessions.silent_owners(float(now))]
 
 
 def test_a_closed_channel_names_its_owners_and_units() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.joined(1, "ref@a", 0.0)
     sessions.registered(2, "storage-0", 0.0)
     assert sessions.ended(1) == (["ref@a"], [])
@@ -20,7 +20,7 @@ def test_a_closed_channel_names_its_owners_and_units() -> None:
 
 
 def test_an_older_channel_of_an_owner_that_joined_again_ends_nothing() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.joined(1, "ref@a", 0.0)
     sessions.joined(2, "ref@a", 1.0)
     sessions.registered(3, "storage-0", 0.0)
@@ -31,7 +31,7 @@ def test_an_older_channel_of_an_owner_that_joined_again_ends_nothing() -> None:
 
 
 def test_a_silent_owner_is_given_up_once() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.joined(1, "ref@a", 0.0)
     sessions.joined(2, "ref@b", 0.0)
     assert looks(sessions, 1, 8) == []
@@ -43,7 +43,7 @@ def test_a_silent_owner_is_given_up_once() -> None:
 
 
 def test_an_owner_that_was_given_up_must_join_though_what_it_fetches_meanwhile_is_watched_over() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.joined(1, "ref@a", 0.0)
     assert looks(sessions, 1, 11) == ["ref@a"]
     sessions.asked(1, "ref@a", 12.0)
@@ -59,7 +59,7 @@ def test_an_owner_that_was_given_up_must_join_though_what_it_fetches_meanwhile_i
 @pytest.mark.parametrize("still_s", [3, 8, 9, 60])
 def test_time_in_which_this_process_stood_still_is_nobodys_silence(still_s: int) -> None:
     """Signs of life lie in its sockets, and are read after the look."""
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.joined(1, "ref@a", 0.0)
     assert looks(sessions, 1, 3) == []
     awake = 3 + still_s
@@ -68,7 +68,7 @@ def test_time_in_which_this_process_stood_still_is_nobodys_silence(still_s: int)
 
 
 def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     assert not sessions.elsewhere(1, "ref@a")
     sessions.joined(1, "ref@a", 0.0)
     assert not sessions.elsewhere(1, "ref@a")
@@ -76,12 +76,12 @@ def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
 
 
 def unit_looks(sessions: Sessions, first: int, last: int) -> list[tuple[str, int]]:
-    """See `looks`; with a timeout of 5 s."""
-    return [unit for now in range(first, last + 1) for unit in sessions.silent_units(float(now), 5.0)]
+    """See `looks`."""
+    return [unit for now in range(first, last + 1) for unit in sessions.silent_units(float(now))]
 
 
 def test_units_that_were_not_heard_of_are_silent_until_they_speak() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.registered(3, "storage-0", 0.0)
     sessions.registered(4, "storage-1", 0.0)
     assert unit_looks(sessions, 1, 4) == []
@@ -92,7 +92,7 @@ def test_units_that_were_not_heard_of_are_silent_until_they_speak() -> None:
 
 
 def test_units_are_not_silent_when_this_process_was_stopped_itself() -> None:
-    sessions = Sessions()
+    sessions = Sessions(10.0, 5.0)
     sessions.registered(3, "storage-0", 0.0)
     assert unit_looks(sessions, 1, 1) == []
     assert unit_looks(sessions, 60, 62) == []
