@@ -168,7 +168,7 @@ PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
 def _divides(config: "RunConfig", actors: int) -> bool:
     """Whether a step divides over so many ranks of the actor, down to micro-batches."""
     from asyncflow.errors import ConfigError
-    from launcher.checks.preflight import check_batch_sizes
+    from launcher.config.rules import check_batch_sizes
 
     try:
         check_batch_sizes(config.model_copy(update={"roles": config.roles | {"actor": actors}}))

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
-from launcher.checks.preflight import check_batch_sizes
+from launcher.config.rules import check_batch_sizes
 from launcher.plan.plan_report import open_planner
 from launcher.plan.scenario import rollout_ranks
 from launcher.run.rundir import read_plan
