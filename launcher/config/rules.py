@@ -223,8 +223,8 @@ AT_START: Rules = {
     "samples; set it to the tokens that fit a forward-backward": lambda run: (
         run.rollout.is_own and run.actor.engine != "sim" and _role_without_budget(run)
     ),
-    "roles: 'reward' cannot be used with {rollout.own_setting}, whose rollouts are scored where "
-    "they are made": lambda run: run.rollout.is_own and "reward" in run.roles,
+    "roles: 'reward' cannot be used with {rollout.own_setting}, whose rollouts are scored where they are made; leave "
+    "the role out": lambda run: run.rollout.is_own and "reward" in run.roles,
 }
 
 
