@@ -116,7 +116,8 @@ def test_no_more_processes_are_planned_than_the_queue_takes(qwen: RunConfig) -> 
 
 
 def test_deterministic_runs_are_offered_no_schedule_that_depends_on_timing() -> None:
-    strict = with_schedule(sim_run().model_copy(update={"deterministic": True}), mode="periodic", max_staleness=0)
+    same_bits = sim_run().model_copy(update={"deterministic": True})
+    strict = with_schedule(same_bits, mode=ScheduleMode.PERIODIC, max_staleness=0)
     assert [config.schedule.mode for config, _ in schedules(strict)] == ["sync"]
 
 
