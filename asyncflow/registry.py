@@ -12,6 +12,9 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationInfo
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,14 @@ class Registry:
         if len(found) > 1:
             raise ValueError(f"two packages registered it; name one of {' '.join(found)}")
         return found[0]
+
+    def options(self, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Return the options of a plug-in, whose name is the field `engine` or `kind` before them; raises ValueError
+        if it is built in: these have settings of their own. Pydantic calls it."""
+        name = info.data.get("engine", info.data.get("kind"))
+        if given and name in self.built_in:
+            raise ValueError(f"only a class of your own takes options, not {name}; remove them")
+        return given
 
     def refusal(self, name: str) -> str:
         """Say what a name must be, and which one was probably meant."""

@@ -10,11 +10,13 @@ import itertools
 import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from asyncflow.errors import ConfigError
 
@@ -23,6 +25,13 @@ class Settings(BaseModel):
     """A frozen section of the configuration; the launcher turns its errors into one line with the field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def refusal(self, key: str, why: str) -> ValidationError:
+        """Return the error of a rule that compares settings: a validator raises it, and it names one of them."""
+        given = getattr(self, key)
+        given = given.value if isinstance(given, Enum) else given
+        wrong = InitErrorDetails(type=PydanticCustomError("value_error", why), loc=(key,), input=given)
+        return ValidationError.from_exception_data(type(self).__name__, [wrong])
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

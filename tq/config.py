@@ -32,7 +32,7 @@ class BackendConfig(Settings):
     address: str = ""
     """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. Your own class defines
     its own form."""
-    options: dict[str, Any] = Field({})
+    options: Annotated[dict[str, Any], AfterValidator(BACKENDS.options)] = Field({})
     """Settings of your own class, checked by its `Config` if it has one."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one operation (s)."""
@@ -55,8 +55,6 @@ class BackendConfig(Settings):
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
         if self.kind == "redis" and not _is_redis_url(self.address):
             raise ValueError(f"address {self.address!r} is not a Redis URL; write redis://HOST:PORT/DB")
-        if self.options and self.kind in BACKENDS.built_in:
-            raise ValueError(f"options are only for your own backend class, but kind is {self.kind}; remove them")
         return self
 
 

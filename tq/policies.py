@@ -369,6 +369,34 @@ def _fitting(items: Iterable[Item], want: Want) -> list[Item]:
 
 
 @dataclass(frozen=True)
+class StalenessRule:
+    """How old the weights may be that generate what a step trains: (s - 1) - v <= `bound`, for step s and version v.
+
+    Step s trains the weights that step s - 1 made, so a sample of these is not stale.
+    """
+
+    bound: int
+
+    @staticmethod
+    def age(step: int, version: int) -> int:
+        """Return the staleness, in step `step`, of what weights `version` generated."""
+        return step - 1 - version
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that may be generated at the same time."""
+        return self.bound + 1
+
+    def oldest_version(self, step: int) -> int:
+        """Return the oldest weights that may generate for a step."""
+        return max(0, step - 1 - self.bound)
+
+    def newest_step(self, version: int) -> int:
+        """Return the last step that weights may generate for."""
+        return version + 1 + self.bound
+
+
+@dataclass(frozen=True)
 class StepSpec:
     """Steps of a training gang that are not its partitions: each takes `num_rows` rows of several partitions.
 
@@ -412,6 +440,10 @@ class TaskSpec:
     max_deliveries: int = 0
     policy: Policy = field(default_factory=Fifo)
     steps: StepSpec | None = None
+
+    def newest_step(self, version: int) -> int | None:
+        """Return the last step of which consumers with weights `version` get rows; None: any."""
+        return None if self.max_staleness is None else StalenessRule(self.max_staleness).newest_step(version)
 
     def usable_version(self, newest: int) -> int:
         """Return the newest weights, up to `newest`, that the task's consumers can compute with."""

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from asyncflow.run_files import OWN_NAMES
 from asyncflow.settings import Settings
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
@@ -60,6 +62,16 @@ class ExportConfig(Settings):
     """How many exports to keep; older ones are removed. With 1, an engine may lose the one that it is reading."""
     notify: tuple[NotifyTarget, ...] = ()
     """Engines to tell. Targets of one host and port are told in this order, others at the same time."""
+
+    @field_validator("directory")
+    @classmethod
+    def _holds_nothing_else(cls, directory: str) -> str:
+        path = PurePath(directory)
+        if not path.is_absolute() and (not path.parts or path.parts[0] in (*OWN_NAMES, "..")):
+            raise ValueError(
+                "it is among the run's own files, or outside; use a name such as weights, or an absolute path"
+            )
+        return directory
 
 
 class WeightSyncConfig(Settings):

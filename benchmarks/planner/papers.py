@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_batch_sizes
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import check_batch_sizes
 from launcher.plan.plan_report import open_planner
 from launcher.plan.search import Plan, Planner, batch_sizes, with_changes, with_ranks
 from workers.settings.run import RunConfig

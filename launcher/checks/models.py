@@ -3,17 +3,18 @@
 Each `check_*` raises ConfigError at the first condition that fails; the message says which setting to change.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from asyncflow.errors import ConfigError, size_text
 from asyncflow.extras import is_installed, pip_line
-from launcher.config.paths import check_makeable
-from workers.calls.user_function import check_function
 from workers.data.model_files import (
+    BACKBONE,
     SCORE_HEAD,
     SCORES,
+    check_model_dir,
     check_other_model_dir,
+    check_trainable,
+    ignored_weights,
     load_raw_tokenizer,
     max_positions,
     read_model_config,
@@ -21,32 +22,49 @@ from workers.data.model_files import (
     vocabulary_size,
 )
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
-from workers.rewards.group_filter import ZERO_VARIANCE
+from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
 
-
-def check_generating(config: RunConfig) -> None:
-    """Check what the configuration alone decides."""
-    _check_deterministic(config)
-    _check_openai(config)
-    _check_vllm(config)
+KEY = "reward.model.path"
+HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
-def check_reference(config: RunConfig) -> None:
-    """Refuse settings under which no ranks could share a copy of the reference or of role actor_fwd."""
-    engine, shared = config.ref.engine, config.ref.ranks_per_copy
-    if engine not in ("fsdp", "megatron"):
+def check_models(config: RunConfig) -> None:
+    """Check the directories of all models of a run, and that each can be computed and divided as configured."""
+    path = Path(config.model.path)
+    check_model_dir(path)
+    if config.actor.engine != "sim":
+        check_trainable(path)
+    check_megatron(config)
+    if config.algorithm.has_critic and config.critic.path is not None:
+        check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
+    check_reward_model(config)
+    check_positions(config)
+    _check_tensor_parallel(config)
+
+
+def ignored_files(config: RunConfig) -> tuple[str, ...]:
+    """Return a note for each model directory with files that look like weights and are not read."""
+    models = {"model.path": config.model.path}
+    if config.algorithm.has_critic and config.critic.path is not None:
+        models["critic.path"] = config.critic.path
+    if config.reward.model is not None:
+        models[KEY] = config.reward.model.path
+    return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))
+
+
+def check_megatron(config: RunConfig) -> None:
+    """Refuse a model that cannot be divided as configured, and incomplete replicas."""
+    actor, roles = config.actor, config.roles
+    of_ref = config.ref.engine == "megatron" and roles.keys() & {"ref", "actor_fwd"}
+    if actor.engine != "megatron" and not of_ref:
         return
-    if shared == 1 and config.roles.keys() & {"ref", "actor_fwd"}:
-        key = "ref.shards" if engine == "fsdp" else "ref.megatron.tensor_parallel"
-        raise ConfigError(
-            f"ref.engine: {engine} divides a copy over ranks; set {key} to 2 or more, or ref.engine to hf"
-        )
-    if config.algorithm.kl_coef > 0 and "ref" not in config.roles and not config.actor.tri_model:
-        raise ConfigError(
-            f"ref.engine: {engine} needs role ref, whose ranks have the reference together; add it (--roles "
-            f"...,ref:{shared}), or set actor.tri_model, with which the actor's ranks have it, or ref.engine to hf"
-        )
+    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    if of_ref:
+        check_division(model, config.ref.megatron, section="ref")
+    if actor.engine == "megatron":
+        actor.megatron.layout(roles["actor"])
+        check_division(model, actor.megatron)
 
 
 def check_positions(config: RunConfig) -> None:
@@ -55,7 +73,8 @@ def check_positions(config: RunConfig) -> None:
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
     _check_rotary(config)
-    for section, engine, response in _generating(config):
+    for section, sampling in config.generating().items():
+        engine, response = sampling.engine, sampling.max_response_tokens
         if engine == "sim" or limit is None:
             continue
         longest = config.vllm.max_model_len
@@ -81,9 +100,9 @@ def check_positions(config: RunConfig) -> None:
 def _check_context(config: RunConfig, positions: int | None) -> None:
     """Refuse turns longer than the engine accepts: they would fail instead of being truncated."""
     wanted = config.rollout.max_context_tokens
-    for _, engine, _ in _generating(config):
-        limits = [] if engine == "sim" else [("the model's positions (max_position_embeddings)", positions)]
-        if engine == "vllm":
+    for sampling in config.generating().values():
+        limits = [] if sampling.engine == "sim" else [("the model's positions (max_position_embeddings)", positions)]
+        if sampling.engine == "vllm":
             limits.append(("vllm.max_model_len", config.vllm.max_model_len))
         for name, limit in limits:
             if limit is not None and wanted > limit:
@@ -104,7 +123,7 @@ def _check_rotary(config: RunConfig) -> None:
     limit = before or model.get("max_position_embeddings")
     longest = max(
         config.rollout.max_context_tokens,
-        *(config.data.max_prompt_tokens + response for _, _, response in _generating(config)),
+        *(config.data.max_prompt_tokens + each.max_response_tokens for each in config.generating().values()),
         0,
     )
     if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
@@ -115,15 +134,9 @@ def _check_rotary(config: RunConfig) -> None:
         )
 
 
-def ranks_per_instance(config: RunConfig) -> dict[str, int]:
-    """Return role -> number of ranks that share one copy of the model."""
-    size = config.vllm.tensor_parallel_size
-    return {section: size for section, engine, _ in _generating(config) if engine == "vllm"}
-
-
-def check_tensor_parallel(config: RunConfig) -> None:
+def _check_tensor_parallel(config: RunConfig) -> None:
     """Refuse a model that vLLM cannot divide."""
-    size = max(ranks_per_instance(config).values(), default=1)
+    size = max(map(config.ranks_per_instance, config.roles))
     if size == 1:
         return
     model = read_model_config(Path(config.model.path))
@@ -139,88 +152,12 @@ def check_tensor_parallel(config: RunConfig) -> None:
 
 def check_broadcast(config: RunConfig, kind: str) -> None:
     """Refuse broadcasts to vLLM's ranks on accelerators; `kind` is the devices' kind."""
-    size = ranks_per_instance(config).get("rollout", 1)
+    size = config.ranks_per_instance("rollout")
     # Two communicators that wait at the same time may deadlock.
     if size > 1 and kind != "cpu" and config.weightsync.path == "broadcast":
         raise ConfigError(
             f"weightsync.path: broadcast would wait beside the collectives of vLLM's {size} ranks, and on {kind} both "
             f"may hang; set it to staged, or vllm.tensor_parallel_size to 1"
-        )
-
-
-def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield section, engine and longest response (tokens) of the roles that generate."""
-    for section, sampling in (("rollout", config.rollout), ("evaluate", config.evaluate.sampling(config.rollout))):
-        if section in config.roles:
-            yield section, sampling.engine, sampling.max_response_tokens
-
-
-def _check_deterministic(config: RunConfig) -> None:
-    """Refuse engines that form their own batches."""
-    if config.deterministic and config.rollout.engine in ("vllm", "openai"):
-        raise ConfigError(
-            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which batches "
-            f"whatever arrives together; set rollout.engine to hf, or deterministic to false"
-        )
-
-
-def _check_vllm(config: RunConfig) -> None:
-    longest, prompt = config.vllm.max_model_len, config.data.max_prompt_tokens
-    # Otherwise vLLM would reject such prompts one by one during the run.
-    for section, engine, response in _generating(config):
-        if engine == "vllm" and longest is not None and longest < prompt + response:
-            raise ConfigError(
-                f"vllm.max_model_len: {longest} is less than data.max_prompt_tokens {prompt} and "
-                f"{section}.max_response_tokens {response} together; set it to {prompt + response} or more, or leave "
-                f"it out"
-            )
-
-
-def _check_openai(config: RunConfig) -> None:
-    if config.rollout.engine != "openai":
-        return
-    own = config.openai
-    if not own.urls:
-        raise ConfigError(
-            "openai.urls: is missing; name the servers, e.g. --set openai.urls=[http://127.0.0.1:8000], or set "
-            "rollout.engine to hf or vllm"
-        )
-    if not own.weights_dir:
-        raise ConfigError("openai.weights_dir: is missing; name a directory that the servers can read, too")
-    # Several instances would overwrite each other's weights on the servers.
-    if config.roles["rollout"] > 1:
-        raise ConfigError(
-            f"roles: rollout:{config.roles['rollout']} cannot be with rollout.engine openai, whose servers have one "
-            f"version of the weights; launch rollout:1, which feeds all of openai.urls, and raise rollout.batch_size"
-        )
-    if not Path(own.weights_dir).is_absolute():
-        raise ConfigError(
-            f"openai.weights_dir: {own.weights_dir!r} is not absolute, but the servers read it under this name; write "
-            f"the path out, from /"
-        )
-    check_makeable(own.weights_dir, "openai.weights_dir")
-    if own.update != "vllm":
-        check_function(own.update, field="openai.update")
-
-
-KEY = "reward.model.path"
-HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
-
-
-def check_reward_role(config: RunConfig) -> None:
-    """Refuse a reward model without the role that runs it, and settings that exclude a reward model."""
-    if config.reward.model is None:
-        return
-    if "reward" not in config.roles:
-        roles = ",".join(f"{role}:{count}" for role, count in config.roles.items())
-        raise ConfigError(
-            f"roles: 'reward' is missing, which computes with reward.model; add it (--roles {roles},reward:1), or "
-            f"remove reward.model"
-        )
-    if config.algorithm.group_filter == ZERO_VARIANCE:
-        raise ConfigError(
-            "algorithm.group_filter: zero_variance cannot be with reward.model, under which the rewards of a group are "
-            "practically never all equal; set it to null"
         )
 
 
@@ -307,7 +244,7 @@ def device_memory(config: RunConfig, model: ModelSizes | None, limit_gb: float |
         return {}
     roles = memory_of_roles(config, model)
     for role, parts in roles.items():
-        is_vllm = _is_vllm(config, role)
+        is_vllm = config.is_vllm(role)
         share = config.vllm.gpu_memory_utilization if is_vllm else 1.0
         inside = {name: size for name, size in parts.items() if not is_vllm or name not in _BESIDE_VLLM}
         if sum(inside.values()) > share * limit_gb * 1e9:
@@ -331,11 +268,6 @@ def sum_text(parts: Parts) -> str:
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     terms = " + ".join(f"{name} {size_text(size)}" for name, size in largest_first)
     return f"{size_text(sum(parts.values()))} = {terms}"
-
-
-def _is_vllm(config: RunConfig, role: str) -> bool:
-    engines = {"rollout": config.rollout.engine, "evaluate": config.evaluate.engine}
-    return engines.get(role) == "vllm"
 
 
 # Libraries and devices that the configured engines and the queue's backend need. Looks for the libraries, but

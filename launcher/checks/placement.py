@@ -82,23 +82,20 @@ def place_gangs(
     devices: Devices,
     *,
     num_nodes: int = 1,
-    ranks_per_instance: Mapping[str, int] | None = None,
 ) -> tuple[GangSpec, ...]:
     """Return all gangs: services, then those of `roles_on_device` in its order, then those without a device.
 
     Args:
         devices: of every node.
-        ranks_per_instance: role -> ranks of one instance, if more than one.
 
     Raises:
         ConfigError: fewer accelerators than ranks, no node with room for an instance, ranks that form no whole
             instances, or `launcher.external_gangs` names something other than a gang on node 0.
     """
-    sizes = ranks_per_instance or {}
     roles = config.roles
     takers = roles_on_device(reward_model=config.reward.model is not None)
-    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, config, sizes.get(role, 1))]
-    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, config, 1)]
+    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, config)]
+    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, config)]
     services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     units = [_gang(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
     agents = [replace(_gang(f"{WEIGHTS}-{node}", WEIGHTS, node), nodes=(node,)) for node in range(num_nodes)]
@@ -108,14 +105,13 @@ def place_gangs(
     return gangs
 
 
-def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
-    """Return a role's gangs; `size` is the number of devices that one process drives."""
+def _gangs_of(role: str, config: RunConfig) -> list[GangSpec]:
     num_ranks = config.roles[role]
     if role in ONE_GANG:
         return [_gang(role, role, 0, num_ranks)]
     # One process drives all ranks of an instance that generates; else each rank is a process.
     shared = 1 if role in _GENERATE else config.ranks_per_copy(role)
-    together = size * shared
+    together = config.ranks_per_instance(role) * shared
     if num_ranks % together:
         what, key = ("copies", _copy_key(role)) if shared > 1 else ("instances", _INSTANCE_KEY)
         raise ConfigError(

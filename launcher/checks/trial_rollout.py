@@ -11,7 +11,6 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.data.prompt_rows import PromptRow
-from workers.settings.dataflow import TRAINERS
 from workers.settings.rollout import FUNCTIONS, of_rollout
 from workers.settings.run import RunConfig
 
@@ -20,28 +19,6 @@ logger = logging.getLogger(__name__)
 _TRIAL_S = 60.0
 """Longest time of the trial rollout (s); one that exceeds it is not judged, unless the run's own limit is as short."""
 _TRIAL_TURNS = 16
-
-
-def check_own_rollouts(config: RunConfig) -> None:
-    """Refuse settings that exclude users' own rollouts; raises ConfigError."""
-    if not config.rollout.is_own:
-        return
-    what = next(name for name in ("function", "agent", "agent_command") if getattr(config.rollout, name))
-    if config.deterministic:
-        raise ConfigError(
-            f"deterministic: true cannot be with rollout.{what}, whose calls are sampled on arrival; set it to false"
-        )
-    for role in TRAINERS.intersection(config.roles):
-        if getattr(config, role).max_tokens_per_micro_batch or config.actor.engine == "sim":
-            continue
-        raise ConfigError(
-            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} can have any number of samples; "
-            f"set it to the tokens that fit a forward-backward"
-        )
-    if "reward" in config.roles:
-        raise ConfigError(
-            f"roles: 'reward' cannot be with rollout.{what}, whose rollouts are scored where they are made"
-        )
 
 
 def check_rollout_code(config: RunConfig) -> None:

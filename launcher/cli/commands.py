@@ -65,11 +65,14 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 def config_command(section: str | None, *, markdown: bool) -> None:
     """List configuration keys, types and defaults.
 
-    SECTION: for example actor or tq, or a single key; all of them by default.
+    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does.
     """
     with errors_as_exits():
-        from launcher.config.key_reference import all_keys, as_markdown, as_text, keys_of
+        from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, as_text, keys_of
 
+        if section == "algorithms":
+            click.echo(algorithms_as_markdown(), nl=False)
+            return
         keys = all_keys() if section is None else keys_of(section)
         click.echo(as_markdown(keys) if markdown else as_text(keys), nl=not markdown)
 

@@ -1,15 +1,20 @@
 """Every configuration key with type, default and meaning, read from the settings models. Torch-free, pure.
 
-`asyncflow config` prints it, and `docs/configuration.md` is what `as_markdown` returns (a test compares the two).
+`asyncflow config` prints it, and `docs/configuration.md` is what `as_markdown` returns. `asyncflow config algorithms`
+prints the list at the top of docs/algorithms.md. (tests/unit/test_reference_pages.py compares both.)
 """
 
+import ast
 import difflib
+import importlib.util
 import inspect
 import json
+import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -18,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import description
+from workers.settings.algorithms import NAMES
 from workers.settings.run import RunConfig
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -92,6 +98,21 @@ def as_markdown(keys: Sequence[Key]) -> str:
             rows.append(f"| {name} | {_cell(key.type)} | `{key.default}` | {_cell(key.text)} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
+
+
+def algorithms_as_markdown() -> str:
+    """Return what docs/algorithms.md says of each built-in algorithm: the docstring of its class."""
+    items = []
+    for name, place in NAMES.built_in.items():
+        module, _, kind = place.partition(":")
+        # Read as source: an import would import torch.
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        classes = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ClassDef)]
+        (text,) = (ast.get_docstring(node) or "" for node in classes if node.name == kind)
+        item = f"- **`{name}`** {' '.join(text.split())}"
+        items.append(textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(items) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -26,12 +26,12 @@ from asyncflow.settings import as_advice, description
 from launcher.config.hub import is_hub_name, located_data, located_model, snapshot_of
 from launcher.config.key_reference import key_paths
 from launcher.config.paths import packaged_recipes, user_path
+from launcher.config.rules import AT_LOADING, check_rules
 from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.settings.run import RunConfig
-from workers.settings.schedule import ScheduleMode
 
 # Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
@@ -566,36 +566,7 @@ def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> R
     found = [str(user_path(place, "code_directory", beside=beside)) for place in places]
     config = config.model_copy(update={"code_directory": os.pathsep.join(found)})
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
-    schedule = config.schedule
-    if schedule.staleness_bound < schedule.max_staleness:
-        where = origins.of(("schedule", "max_staleness"))
-        raise ConfigError(
-            f"schedule.max_staleness: {schedule.max_staleness} cannot be with mode {schedule.mode}{where}; "
-            f"set it to 0, or schedule.mode to async or substep"
-        )
-    if config.deterministic and schedule.mode not in (ScheduleMode.SYNC, ScheduleMode.PERIODIC):
-        raise ConfigError(
-            f"deterministic: true cannot be with schedule.mode {schedule.mode}, where the weights of a token depend on "
-            f"timing; set schedule.mode to periodic or sync"
-        )
-    if config.deterministic and config.algorithm.filters_groups:
-        raise ConfigError(
-            "deterministic: true cannot be with algorithm.group_filter, where which responses are generated together "
-            "depends on timing; set algorithm.group_filter to null"
-        )
-    if config.reward.group_function is not None and (config.deterministic or "reward" in config.roles):
-        what = "deterministic: true" if config.deterministic else "roles: 'reward'"
-        raise ConfigError(
-            f"{what} cannot be with reward.group_function, which sees a group where and when it is generated; leave "
-            f"one of the two out"
-        )
-    if schedule.lateness and schedule.gate_staleness < 1:
-        where = origins.of(("schedule", "fill"))
-        raise ConfigError(
-            f"schedule.fill: {schedule.fill} cannot be with mode {schedule.mode} and max_staleness "
-            f"{schedule.max_staleness}{where}: a group that is trained a step late is older; set schedule.mode to "
-            f"async or substep and schedule.max_staleness to 2 or more, or schedule.fill to in_order"
-        )
+    check_rules(config, AT_LOADING)
     return config
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from asyncflow.errors import size_text
 from asyncflow.job import GangSpec
-from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
@@ -132,8 +131,7 @@ def threads(checked: Preflight) -> int:
 
 
 def _vllm_instances(checked: Preflight) -> list[GangSpec]:
-    roles = ranks_per_instance(checked.config)
-    return [gang for gang in checked.gangs if gang.role in roles]
+    return [gang for gang in checked.gangs if checked.config.is_vllm(gang.role)]
 
 
 def _vllm_processes(gang: GangSpec) -> int:

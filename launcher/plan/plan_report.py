@@ -13,13 +13,13 @@ from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import METRICS_FILE
 from launcher.checks.models import KEY as REWARD_KEY
-from launcher.checks.preflight import check_lengths, count_parameters
+from launcher.checks.preflight import check_lengths
 from launcher.plan.cost_model import CostModel, Workload, device_of, find_device
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns, prompt_tokens_of
 from launcher.plan.search import Objective, Plan, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
-from workers.data.model_files import check_trainable, read_model_config
+from workers.data.model_files import check_trainable, count_parameters, read_model_config
 from workers.engines.device_memory import ModelSizes
 from workers.engines.sim.decode_times import SimLengths
 from workers.settings.run import RunConfig

@@ -247,7 +247,7 @@ class Scenario:
             tokens=tokens or (lambda row: min(longest, drawn(row))),
             times=times,
             turns=turns or Turns(),
-            most_live=schedule.step_rows * (schedule.staleness_bound + 1) if config.rollout.is_own else 0,
+            most_live=schedule.step_rows * schedule.staleness.steps_in_flight if config.rollout.is_own else 0,
         )
 
 
@@ -275,7 +275,9 @@ def work_of_users(config: RunConfig) -> dict[str, Work]:
 def _check(config: RunConfig, turns: Turns | None) -> None:
     if config.actor.engine == "sim" and config.algorithm.has_critic:
         name = config.algorithm.name
-        raise ConfigError(f"actor.engine: sim cannot be with algorithm.name {name}, whose critic is trained; use fsdp")
+        raise ConfigError(
+            f"actor.engine: sim cannot be used with algorithm.name {name}, whose critic is trained; use fsdp"
+        )
     if config.outside_roles:
         raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
     if config.rollout.is_own and turns is None:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import SettingsT
-from launcher.checks.models import check_broadcast, check_generating, check_reference, device_memory, ranks_per_instance
+from launcher.checks.models import check_broadcast, device_memory
 from launcher.checks.placement import Devices, place_gangs
-from launcher.checks.preflight import check_batch_sizes, check_clients
+from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from launcher.plan.cost_model import CostModel, Device, Workload
 from launcher.plan.scenario import (
     Latency,
@@ -49,7 +49,7 @@ def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, st
     A response may take 1 + staleness steps. So in a simulated run of `steps`, the longest responses of steps that far
     apart follow each other. The first `skip` steps do not count.
     """
-    rows, late, apart = schedule.step_rows, schedule.lateness, 1 + schedule.staleness_bound
+    rows, late, apart = schedule.step_rows, schedule.lateness, schedule.staleness.steps_in_flight
     ends = [(step - late) * rows for step in range(steps, skip + apart - 1, -apart)]
     return sum(max(map(tokens, range(end - rows, end))) for end in ends) / (steps - skip)
 
@@ -81,7 +81,7 @@ class Bounds:
         """Return the least time per step that follows a longest response, before the next may begin (s)."""
         # The next response that waits for this one belongs to a step 1 + staleness later, so its cost is spread over
         # that many steps, like `longest_tokens`.
-        apart = 1 + config.schedule.staleness_bound
+        apart = config.schedule.staleness.steps_in_flight
         tokens = times.prompt_tokens + self.longest_tokens * apart
         works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]
         behind_s = sum(work.seconds(round(tokens), tokens * tokens) for work in works)
@@ -91,7 +91,7 @@ class Bounds:
         """Return the least time that each role works on a step, with its work spread evenly over its workers (s)."""
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
-        in_flight = rows * (1 + schedule.staleness_bound)
+        in_flight = rows * schedule.staleness.steps_in_flight
         # With devices of their own, even shares are best. A machine that all share does least with few full batches.
         together = min(times.slots, in_flight if times.at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
@@ -205,7 +205,7 @@ def batch_sizes(config: RunConfig) -> Iterator[Changes]:
     instances = config.roles["rollout"] // config.ranks_per_copy("rollout")
     # An instance's share of all responses that may be in flight, then of one step, in whole groups. With a larger limit
     # an instance would take all there is and leave nothing to the others.
-    groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
+    groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (schedule.staleness.steps_in_flight, 1)]
     for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
         yield {"rollout.batch_size": size} if size != own else {}
 
@@ -310,17 +310,15 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
     Raises:
         ConfigError: as at a start.
     """
+    check_rules(config, AT_START)
     check_batch_sizes(config)
     place_tasks(graph_of(config), config.roles)
-    check_clients(config)
-    check_generating(config)
-    check_reference(config)
     devices, num_nodes = Devices("cpu"), 1
     if device is not None and not device.shared_by:
         a_node = min(num_devices, device.devices_per_node)
         devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
     check_broadcast(config, devices.kind)
-    place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
+    place_gangs(config, devices, num_nodes=num_nodes)
 
 
 Objective = Literal["time", "cost"]
@@ -646,6 +644,6 @@ def _window(config: RunConfig) -> tuple[int, int]:
     """Return (simulated steps, steps of those that do not count)."""
     # The first steps end on rows admitted all at once at the start. Those that count make whole turns of the steps that
     # are generated together.
-    rows, together = config.schedule.step_rows, 1 + config.schedule.staleness_bound
+    rows, together = config.schedule.step_rows, config.schedule.staleness.steps_in_flight
     counted = max(_COUNTED[0], min(_COUNTED[1], _ROWS // rows - together))
     return together + max(1, counted // together) * together, together

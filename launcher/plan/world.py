@@ -387,16 +387,14 @@ class World:
 
     def _serve(self, task: str, request: _Parked) -> bool:
         queue = self.queues[task]
-        bound = queue.spec.max_staleness
-        # Step s trains on weights s - 1, so weights v are fresh enough for rows of steps up to v + 1 + bound.
-        newest = None if bound is None else request.version + 1 + bound
+        newest = queue.spec.newest_step(request.version)
         taken = queue.take(Want(request.want), newest)
         if taken is not None:
             self.request()
             request.granted(*taken)
             return True
         # Rows are ready for newer weights only, and these exist: the worker has to load them first.
-        if bound is not None and self.version > request.version and queue.has_ready():
+        if newest is not None and self.version > request.version and queue.has_ready():
             request.outdated(self.version)
             return True
         return False

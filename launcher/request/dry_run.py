@@ -8,7 +8,8 @@ from pathlib import Path
 from asyncflow.job import GangSpec, endpoint
 from launcher.checks.models import sum_text
 from launcher.checks.placement import HEAD
-from launcher.checks.preflight import Preflight, num_micro_batches
+from launcher.checks.preflight import Preflight
+from launcher.config.rules import num_micro_batches
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process.progress import table
 from workers.settings.dataflow import OBSERVERS

@@ -22,7 +22,7 @@ import click
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.models import check_libraries
-from launcher.checks.preflight import Preflight, check_node, check_run
+from launcher.checks.preflight import Preflight, check_node, check_run, users_functions
 from launcher.checks.trial_rollout import try_rollout
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
@@ -57,13 +57,8 @@ from launcher.run.rundir import (
 from workers.calls.pool import CallPool, Entry
 from workers.data.prompt_rows import PromptRow, ShownPrompt
 from workers.rewards.base import Response
-from workers.rewards.group_filter import ARGUMENTS as FILTER_ARGUMENTS
-from workers.rewards.group_filter import FIELD as FILTER
-from workers.rewards.group_filter import ZERO_VARIANCE
 from workers.rewards.pooled import GroupPool, PooledReward, is_url
-from workers.settings.openai import UPDATE_ARGUMENTS
 from workers.settings.run import RunConfig
-from workers.tasks.row import ARGUMENTS
 
 if TYPE_CHECKING:
     from launcher.plan.search import Plan
@@ -312,16 +307,8 @@ class _Loaded:
 
 def try_functions(config: RunConfig) -> None:
     """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
-    named: list[tuple[str, str, tuple[str, ...]]] = [
-        (f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)
-    ]
-    if config.rollout.engine == "openai" and config.openai.update != "vllm":
-        named.append(("openai.update", config.openai.update, UPDATE_ARGUMENTS))
-    group_filter = config.algorithm.group_filter
-    if group_filter is not None and group_filter != ZERO_VARIANCE:
-        named.append((FILTER, group_filter, FILTER_ARGUMENTS))
     # In children, not read as source: what the import says is what the run will say.
-    pools = [_importing(*each) for each in named]  # all start at once
+    pools = [_importing(*each) for each in users_functions(config)]  # all start at once
     try:
         for pool in pools:
             pool.until_ready()

@@ -15,6 +15,7 @@ import msgspec
 from asyncflow.json_lines import Lines
 from launcher.verify.records import RunRecords
 from launcher.verify.steps import Check, CompleteSteps, named
+from tq.policies import StalenessRule
 from tq.refill import AdmissionMark, Refill
 from workers.admission.admission_state import AdmissionState
 from workers.records.ledger_file import FilteredLine, ReplacedLine, TrainedLine
@@ -151,7 +152,7 @@ def check_staleness(steps: CompleteSteps) -> Check:
     largest = 0
     for number, line in steps.trained:
         oldest, newest = line.versions
-        measured = line.step - 1 - oldest
+        measured = StalenessRule.age(line.step, oldest)
         metrics = steps.metrics.get(line.step)
         bound = default if metrics is None else metrics.staleness_bound
         largest = max(largest, measured)

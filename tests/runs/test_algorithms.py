@@ -94,7 +94,10 @@ def test_a_reward_that_is_always_the_same_ends_the_run_and_says_what_to_do(tmp_p
 
 def test_what_dynamic_sampling_cannot_be_with_is_refused(tmp_path: Path) -> None:
     for settings, message in (
-        (("deterministic=true", "schedule.mode=sync", "algorithm.name=dapo"), "deterministic: true cannot be with"),
+        (
+            ("deterministic=true", "schedule.mode=sync", "algorithm.name=dapo"),
+            "deterministic: true cannot be used with",
+        ),
         (("algorithm.name=grpo", "algorithm.overlong_buffer_tokens=8"), "it is a setting of dapo"),
         (("algorithm.name=dapoo",), "did you mean 'dapo'?"),
     ):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
@@ -88,12 +89,11 @@ def test_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
         read_prompt_rows(tmp_path / "pipe", DataConfig(path="rows.jsonl"))
 
 
-def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"data.prompt_template: 'Solve' lacks \{prompt\}"):
-        read_prompt_rows(path, DataConfig(path="rows.jsonl", prompt_template="Solve"))
-    with pytest.raises(ConfigError, match=r"data.system_prompt: is set, but data.chat_template is false"):
-        read_prompt_rows(path, DataConfig(path="rows.jsonl", system_prompt="Be brief."))
+def test_contradicting_templates_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"it lacks \{prompt\}, where the prompt goes; put it in"):
+        DataConfig(path="rows.jsonl", prompt_template="Solve")
+    with pytest.raises(ValidationError, match=r"system_prompt\n.*data.chat_template is false"):
+        DataConfig(path="rows.jsonl", system_prompt="Be brief.")
 
 
 def test_checks_import_neither_torch_nor_transformers() -> None:

@@ -10,6 +10,7 @@ import torch
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import JsonLines
 from tq.columns import Column, PackedBatch
+from tq.policies import StalenessRule
 from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines, token_hashes
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
@@ -100,12 +101,12 @@ def test_a_row_that_nothing_was_drawn_for_is_not_stale() -> None:
 def test_token_outside_the_staleness_bound_is_refused(step: int, versions: list[list[int]], found: str) -> None:
     responses = [[1] * len(row) for row in versions]
     with pytest.raises(AsyncFlowError, match=re.escape(f"step {step}: drawn {found}")):
-        check_staleness(make_batch(PROMPTS, responses, versions), step=step, bound=1)
+        check_staleness(make_batch(PROMPTS, responses, versions), step=step, allowed=StalenessRule(1))
 
 
 def test_tokens_within_the_staleness_bound_are_trained() -> None:
-    check_staleness(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, bound=1)
-    check_staleness(make_batch([[5], [5]], [[], []], [[], []]), step=5, bound=0)
+    check_staleness(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, allowed=StalenessRule(1))
+    check_staleness(make_batch([[5], [5]], [[], []], [[], []]), step=5, allowed=StalenessRule(0))
 
 
 def test_rows_are_named_and_hashed_in_the_order_of_their_indices_whatever_came_first() -> None:

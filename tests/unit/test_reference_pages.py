@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
-from launcher.config.key_reference import all_keys, as_markdown, keys_of
+from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, ValueLoss
 from workers.engines.base import Generation, StepStats
@@ -47,6 +47,12 @@ def losses() -> list[tuple[MicroLoss, str]]:
 def test_page_of_the_configuration_is_what_the_models_say() -> None:
     assert (DOCS / "configuration.md").read_text() == as_markdown(all_keys()), (
         "make it anew: asyncflow config --markdown > docs/configuration.md"
+    )
+
+
+def test_page_of_the_algorithms_has_the_docstrings_of_their_classes() -> None:
+    assert algorithms_as_markdown() in (DOCS / "algorithms.md").read_text(), (
+        "replace the list behind <!-- generated -->: asyncflow config algorithms"
     )
 
 

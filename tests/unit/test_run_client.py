@@ -22,6 +22,7 @@ from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
+from tq.policies import StalenessRule
 from weightsync.version import Version
 from workers.outside.run_client import Announcement, OutsideLease, OutsideTask, connect
 from workers.records.outside_metrics import OutsideMetrics, report_metrics
@@ -58,7 +59,7 @@ def lease_of(queue: Queue, task: OutsideTask, *, held: int = 0, bound: int = 1) 
     """Return a lease of rows 4 and 5, admitted for step 3."""
     grant = LeaseGrant("task", 1, 3, [4, 5], [2, 2], ["storage-0"] * 2)
     plain = Lease(queue, grant)  # type: ignore[arg-type]  # what is not called here
-    return OutsideLease(queue, plain, task, Version(0, held), bound=bound)  # type: ignore[arg-type]
+    return OutsideLease(queue, plain, task, Version(0, held), allowed=StalenessRule(bound))  # type: ignore[arg-type]
 
 
 def generated(**others: Any) -> dict[str, Any]:

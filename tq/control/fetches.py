@@ -114,9 +114,7 @@ class Fetches:
         self._tell_steps()
 
     def newest_partition(self, fetch: FetchRows) -> int | None:
-        """Return the newest step that a consumer's weights allow, by (s - 1) - v <= max_staleness; None: any."""
-        bound = self._task(fetch).spec.max_staleness
-        return None if bound is None else fetch.version + 1 + bound
+        return self._task(fetch).spec.newest_step(fetch.version)
 
     def check(self, fetch: Fetch) -> None:
         """Raise PeerRefused for an unknown task or invalid numbers."""

@@ -102,7 +102,7 @@ class AdmissionState:
 
     def gate(self, step: int) -> int:
         """Return the version that must exist before a step is admitted."""
-        return max(0, step - 1 - self._schedule.gate_staleness)
+        return self._schedule.gate.oldest_version(step)
 
     @property
     def group_size(self) -> int:
@@ -117,7 +117,7 @@ class AdmissionState:
 
     def admissible(self) -> list[int]:
         """Return the steps that may be admitted now; each step is returned once."""
-        newest = min(self._version + 1 + self._schedule.gate_staleness, self._last_step)
+        newest = min(self._schedule.gate.newest_step(self._version), self._last_step)
         first = self._next_step
         while self._next_step <= newest and self._is_fed(self._next_step):
             self._next_step += 1

@@ -25,7 +25,7 @@ from tq.columns import Column
 from tq.config import QueueConfig
 from tq.control.controller import AdmissionPlace, MakeAdmission
 from tq.control.events import GroupRemoved, Lost
-from tq.policies import TaskSpec
+from tq.policies import StalenessRule, TaskSpec
 from tq.refill import AdmissionMark, Refill
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
 from workers.admission.admission_state import AdmissionState, AdmittedGroup
@@ -68,7 +68,7 @@ class KeepRule:
     """Decides which saved rows are kept, and which of their columns. Pure."""
 
     saved_step: int  # Step of the checkpoint; any later weights were abandoned
-    max_staleness: int  # Largest age of a row in versions, relative to the step that it is admitted for
+    gate: StalenessRule  # Of the step that a row is admitted for
     tasks: Sequence[TaskSpec]  # The queue's current tasks
     generation: str  # The generating task; a row that it is not done with is only a prompt
     first: frozenset[str]  # Columns that admission puts
@@ -77,7 +77,7 @@ class KeepRule:
 
     def kept(self, row: SavedRow, *, step: int) -> Kept | None:
         """Return what to keep of a row whose group is admitted for `step`; None: generate it again."""
-        if row.newest > self.saved_step or (step - 1) - row.oldest > self.max_staleness:
+        if row.newest > self.saved_step or row.oldest < self.gate.oldest_version(step):
             return None
         columns = row.columns.intersection(self.usable(row.partition, step))
         done = [task for task in self.tasks if task.outputs and task.outputs <= columns]

@@ -8,7 +8,8 @@ advantages are normalized over the step), then for `counts` and `loss` of every 
                      advantages -> moments ... last row is there -> normalized -> loss loss loss -> scale   whole step
 
 To add an algorithm, write a subclass with its own `Config` anywhere (`algorithm.name: module:Class`). Built-in ones
-have their settings and names in `workers.settings.algorithms`.
+have their settings and names in `workers.settings.algorithms`; the docstring of a class is what docs/algorithms.md says
+of it (`asyncflow config algorithms`).
 
 Legend of shapes: N samples, A their drawn tokens, packed.
 """
@@ -320,13 +321,13 @@ def generalized_advantages(
     return advantage_A.float(), (advantage_A + value_A.double()).float()
 
 
-# GRPO: group-relative policy optimization; two settings turn it into Dr. GRPO.
-#
-# Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3.
-
-
 class GRPO(Algorithm[GroupConfig]):
-    """How much better a response is than its group's mean, in standard deviations."""
+    """Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300, eq. 3).
+
+    Advantage: the reward minus the group's mean, in standard deviations of the group. Loss: clipped per token, with a
+    KL term (k3). With `scale_advantages_by_std: false` and `loss_normalization: constant` it is Dr. GRPO (arXiv
+    2503.20783).
+    """
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards`."""
@@ -338,13 +339,12 @@ class GRPO(Algorithm[GroupConfig]):
         return {"advantages": Column.of_scalars(advantage_BG)}
 
 
-# CISPO: the clipped ratio only weights the policy gradient, so no token loses its gradient.
-#
-# Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5.
-
-
 class CISPO(GRPO):
-    """GRPO's advantages, with clipped weights."""
+    """Clipped importance weights (MiniMax 2025, arXiv 2506.13585, eq. 4 and 5).
+
+    Advantage: GRPO's. Loss: the ratio is a weight without gradient, at most 1 + `eps_clip_high`, so that no token loses
+    its gradient. There is no lower bound (`eps_clip: 1`); the paper gives no number for the upper one.
+    """
 
     def clips(self) -> tuple[Clip, ...]:
         config = self._config
@@ -352,19 +352,15 @@ class CISPO(GRPO):
         return (WeightClip(1 - config.eps_clip, 1 + config.eps_clip_high),)
 
 
-# DAPO: decoupled clip and dynamic sampling policy optimization.
-#
-# The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`. Dynamic sampling (section
-# 3.2): groups whose responses all have the same reward teach nothing; the filter `zero_variance`
-# (`workers.rewards.group_filter`) removes them before they get here.
-#
-# Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
-#
-# Legend of shapes: N responses.
-
-
 class DAPO(Algorithm[DAPOConfig]):
-    """GRPO's advantages, from rewards that decrease for overlong responses."""
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3).
+
+    Advantage: GRPO's, after a penalty for overlong responses (`overlong_buffer_tokens`). Loss: clipped per token with a
+    higher upper clip (0.28), mean over tokens (`loss_normalization: token`). Dynamic sampling is `group_filter:
+    zero_variance`: groups whose responses all have the same reward teach nothing, and are replaced before training.
+    """
+
+    # Legend of shapes: N responses.
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a buffer, each row's count of drawn tokens."""
@@ -384,16 +380,17 @@ def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -
     return ((max_tokens - buffer_tokens - length_N.double()) / buffer_tokens).clamp(-1, 0)
 
 
-# DPPO: divergence proximal policy optimization: bounds how far a probability moves, not by which factor.
-#
-# Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14: the binary approximations of the divergence.
-
 # Largest divergence in the authors' own runs (verl, `examples/dppo_trainer`).
 AUTHORS_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 
 class DPPO(GRPO):
-    """GRPO's advantages; tokens that are too far from the policy that drew them do not move further away."""
+    """Divergence proximal policy optimization (Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14).
+
+    Advantage: GRPO's. Loss: instead of a clip of the ratio, a bound on how far a probability moves: tokens further than
+    `max_divergence` from the policy that drew them do not move further away. `divergence: tv` and `kl` are the binary
+    approximations; the top-k ones need the probabilities of other tokens.
+    """
 
     def clips(self) -> tuple[Clip, ...]:
         """Return the truncation of the ratio, then the trust region."""
@@ -403,26 +400,24 @@ class DPPO(GRPO):
         return (WeightClip(0.0, config.max_ratio), BinaryDivergence(config.divergence, bound))
 
 
-# GSPO: group sequence policy optimization: ratio and clip apply to whole samples.
-#
-# Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
-
-
 class GSPO(GRPO):
-    """GRPO's advantages; a response is clipped as a whole."""
+    """Group sequence policy optimization (Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7).
+
+    Advantage: GRPO's. Loss: ratio and clip are those of whole samples (3e-4, 4e-4), mean over rollouts. The ratio is
+    the trainer's to itself: a gap between two engines in bfloat16 is as large as the clip.
+    """
 
     whole_samples = True
 
 
-# PPO: a critic estimates every token's value, and GAE how much better the token turned out.
-#
-# Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7 and 9, with a separate critic, so the two losses are not added;
-# advantages: Schulman et al. 2016 (arXiv 1506.02438); per-token KL penalty in the reward: Ouyang et al. 2022 (arXiv
-# 2203.02155), eq. 2.
-
-
 class PPO(Algorithm[PPOConfig]):
-    """The clipped surrogate with an advantage per token, and the critic's loss."""
+    """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347, eq. 7 and 9).
+
+    Advantage: of every token, by GAE (arXiv 1506.02438) from the values of a critic. Loss: clipped per token, mean over
+    tokens; the KL penalty is a term of the loss, or part of each token's reward (arXiv 2203.02155, eq. 2). The critic
+    is a model of its own, so the two losses are not added: [engines.md](engines.md#critic-fsdp), sections `critic` and
+    `algorithm`.
+    """
 
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
@@ -461,16 +456,15 @@ class PPO(Algorithm[PPOConfig]):
         return ValueLoss(weight_A, old_value_A, return_A, clip=config.value_clip, coef=config.value_loss_coef)
 
 
-# REINFORCE++: rewards minus the KL penalty to come, normalized over all tokens of the step, with or without a baseline.
-#
-# Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10. Tokens are weighted as in the authors' code
-# (OpenRLHF): mean and deviation are over tokens, not over responses.
-#
-# Legend of shapes: N rows, A their drawn tokens, packed.
-
-
 class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
-    """Advantages are comparable across the whole step: one deviation scales them all, whatever a single group's is."""
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262, section 3, eq. 8 to 10).
+
+    Advantage: the reward minus the KL penalty to come, normalized over all tokens of the step, as in the authors' code.
+    Loss: clipped per token, mean over tokens. `baseline: group` subtracts the group's mean first, and has the KL term
+    (k2) in the loss.
+    """
+
+    # Legend of shapes: N rows, A their drawn tokens, packed.
 
     whole_step = True
 
@@ -495,15 +489,12 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
         return batch.with_columns({"advantages": Column(values.float(), column.lengths, shapes=column.shapes)})
 
 
-# RLOO: REINFORCE leave-one-out: compares a response with the mean of the other responses to its prompt.
-#
-# Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
-#
-# Legend of shapes: B prompts, G responses per prompt.
-
-
 class RLOO(Algorithm[RLOOConfig]):
-    """A response's reward, minus its total KL penalty, compared with the others'."""
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, section 2.2).
+
+    Advantage: the reward, minus the KL penalty of the whole response, minus the mean of the other responses' to the
+    same prompt. Loss: sum over tokens.
+    """
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""

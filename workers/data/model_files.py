@@ -8,6 +8,7 @@ checks, the parameter count, the planner and the engines of all roles call it. T
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -284,6 +285,11 @@ def weight_files(path: Path, *, key: str = POLICY_KEY) -> tuple[Path, ...]:
     file that the index names is missing, or the index is malformed.
     """
     return tuple(path / file for file in _chosen_files(path, key=key)[0])
+
+
+def count_parameters(model_dir: Path) -> int:
+    """Count the elements in the headers of the model's files; a tensor stored in two files counts once."""
+    return sum(math.prod(stored.shape) for stored in stored_tensors(model_dir).values())
 
 
 def ignored_weights(path: Path, *, key: str = POLICY_KEY) -> str:

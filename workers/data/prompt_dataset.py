@@ -32,7 +32,6 @@ from workers.data.prompt_rows import (
     as_row,
     check_fit,
     check_left,
-    check_templates,
     conversation,
     ending_text,
     plain_text,
@@ -106,7 +105,6 @@ class PromptTokens:
     """
 
     def __init__(self, config: DataConfig, *, model_dir: Path, own_rollout: bool, tokenizer: Any = None) -> None:
-        check_templates(config)
         self.config = config
         self._chat = config.chat_template and not own_rollout
         self.own_rollout = own_rollout

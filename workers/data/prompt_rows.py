@@ -27,9 +27,8 @@ from asyncflow.extras import pip_line
 from workers.calls.user_function import excerpt
 from workers.data.model_files import eos_token_ids, vocabulary_size
 from workers.data.tokenizer import ModelTokenizer
-from workers.settings.data import DataConfig
+from workers.settings.data import PLACEHOLDER, DataConfig
 
-PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 
@@ -78,9 +77,8 @@ def read_prompt_rows(
         part: index of the source within the mixture.
 
     Raises ConfigError if the file is unreadable (Parquet: as a whole) or has no rows; a row is malformed or lacks a
-    field (with file:line); or the `data` section contradicts itself.
+    field (with file:line).
     """
-    check_templates(config)
     if path.exists() and not path.is_file():
         what = "a directory" if path.is_dir() else "not a regular file, though every start must read it again"
         raise ConfigError(f"{key}: {path} is {what}; name a file of rows")
@@ -242,18 +240,6 @@ def data_hash(path: Path) -> str:
         return content_hash(path)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a file of rows") from error
-
-
-def check_templates(config: DataConfig) -> None:
-    """Raise ConfigError if the template settings contradict each other."""
-    if PLACEHOLDER not in config.prompt_template:
-        raise ConfigError(
-            f"data.prompt_template: {config.prompt_template!r} lacks {PLACEHOLDER}, where the prompt goes; put it in"
-        )
-    if config.system_prompt is not None and not config.chat_template:
-        raise ConfigError(
-            "data.system_prompt: is set, but data.chat_template is false; set that to true or remove this"
-        )
 
 
 def plain_text(prompt: str | list[Message], config: DataConfig) -> str:
@@ -478,7 +464,6 @@ def check_prompts(
     tokens or ones that the model lacks, loses characters or spaces, ends with a token that ends responses, or begins
     with BOS twice; or no response could end.
     """
-    check_templates(config)
     if tokenizer is None:
         with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
             return _check(rows, config, tokenizer)

@@ -160,7 +160,7 @@ class LocalEngines:
             )
         placed, held = self._tasks[task], Version(0, self.generator.version)
         checked = OutsideTask(placed.inputs, placed.outputs, needs_version=False)
-        lease = OutsideLease(self._client.data, fetched, checked, held, bound=self.config.schedule.staleness_bound)
+        lease = OutsideLease(self._client.data, fetched, checked, held, allowed=self.config.schedule.staleness)
         lease.read(placed.inputs)
         return lease
 

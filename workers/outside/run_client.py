@@ -42,6 +42,7 @@ from tq.client.queue_client import QueueClient
 from tq.columns import Column
 from tq.config import QueueConfig
 from tq.messages import NoRows, NoRowsReason
+from tq.policies import StalenessRule
 from weightsync.export import WeightFeed
 from weightsync.version import Version
 from workers.outside.feed_client import PromptFeed
@@ -76,13 +77,15 @@ class OutsideTask:
 
 class OutsideLease(Lease):
     """A lease whose puts are checked, so that a mistake costs an error here and not the run. `held`: weights that the
-    rows were requested with; `bound`: of staleness."""
+    rows were requested with; `allowed`: staleness."""
 
-    def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
+    def __init__(
+        self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, allowed: StalenessRule
+    ) -> None:
         super().__init__(calls, lease.grant, lease.batch.columns)
         self._task = task
         self._held = held
-        self._bound = bound
+        self._allowed = allowed
 
     @property
     def responses(self) -> list[Tensor]:
@@ -123,7 +126,7 @@ class OutsideLease(Lease):
         if not all(drawn):
             raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
         oldest, newest = (int(of(columns["versions"].values)) for of in (torch.min, torch.max))
-        least = max(0, self.partition - 1 - self._bound)
+        least = self._allowed.oldest_version(self.partition)
         if oldest < least or newest > self._held.step:
             raise ConfigError(
                 f"{self.grant.task}: versions {oldest} to {newest} for step {self.partition}, which takes {least} to "
@@ -377,7 +380,8 @@ class RunClient:
             raise
         if isinstance(answer, NoRows):
             return answer
-        return OutsideLease(self.queue.data, answer, self.tasks[task], held, bound=self._announced.staleness_bound)
+        allowed = StalenessRule(self._announced.staleness_bound)
+        return OutsideLease(self.queue.data, answer, self.tasks[task], held, allowed=allowed)
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
 from tq.columns import Column, PackedBatch
+from tq.policies import StalenessRule
 from tq.refill import Refill
 
 
@@ -49,7 +50,7 @@ def ledger_lines(
                 "epoch": int(epochs[positions[0]]),
                 "indices": [batch.indices[k] for k in positions],
                 "versions": [first, last],
-                "staleness": step - 1 - first,
+                "staleness": StalenessRule.age(step, first),
                 "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
                 "token_hash": hashes[group],
                 "time_s": round(time_s, 3),
@@ -120,11 +121,11 @@ def _row_bytes(column: Column) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
-    """Check the schedule's promise for every token about to be trained: 0 <= (step - 1) - version <= bound. Raises
-    AsyncFlowError if a token is older, or newer than the weights at the start of the step."""
+def check_staleness(batch: PackedBatch, *, step: int, allowed: StalenessRule) -> None:
+    """Check the schedule's promise for every token about to be trained. Raises AsyncFlowError if one is older, or newer
+    than the weights at the start of the step."""
     versions = batch["versions"]
-    oldest, newest = step - 1 - bound, step - 1
+    oldest, newest = allowed.oldest_version(step), step - 1
     wrong_A = (versions.values < oldest) | (versions.values > newest)
     if not bool(wrong_A.any()):
         return
@@ -135,6 +136,6 @@ def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
     group = f" of group {batch.groups[row]}" if batch.groups else ""
     raise AsyncFlowError(
         f"step {step}: drawn token {place} of row {batch.indices[row]}{group} is of weights of step "
-        f"{int(versions.values[token])}, outside {oldest}..{newest} (staleness 0..{bound}; {number} of "
+        f"{int(versions.values[token])}, outside {oldest}..{newest} (staleness 0..{allowed.bound}; {number} of "
         f"{len(versions.values)} tokens are); this is a fault of AsyncFlow, please report it"
     )

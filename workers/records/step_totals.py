@@ -69,7 +69,7 @@ class StepTotals:
         `reward_parts sources`."""
         lengths = batch["versions"].lengths.double()  # drawn tokens; a row without any is not stale
         oldest_N, _ = batch["versions"].extremes()
-        staleness_N = (step - 1 - oldest_N) * (lengths > 0)
+        staleness_N = (step - 1 - oldest_N) * (lengths > 0)  # `StalenessRule.age`
         has_reward = batch["rewards"].values.isfinite()
         rewards = batch["rewards"].values[has_reward].double()
         self.add("samples", len(batch))

@@ -13,14 +13,12 @@ runs in a child process. Torch-free.
 import math
 from collections.abc import Sequence
 
-from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.errors import UserCodeFailed
 from workers.calls.pool import CallPool, Entry
-from workers.calls.user_function import check_function
-from workers.settings.algorithms import PolicyConfig
+from workers.settings.algorithms import ZERO_VARIANCE, PolicyConfig
 
 FIELD = "algorithm.group_filter"
 ARGUMENTS = ("rewards",)
-ZERO_VARIANCE = "zero_variance"
 _TIMEOUT_S = 30.0
 
 
@@ -75,13 +73,3 @@ class GroupFilter:
 def load_group_filter(config: PolicyConfig, *, group_size: int) -> GroupFilter | None:
     """Return the run's filter, or None if all groups are trained on."""
     return None if config.group_filter is None else GroupFilter(config.group_filter, group_size=group_size)
-
-
-def check_group_filter(config: PolicyConfig) -> None:
-    """Raise ConfigError if there is no such filter, without running a user's module."""
-    name = config.group_filter
-    if name is None or name == ZERO_VARIANCE:
-        return
-    if ":" not in name:
-        raise ConfigError(f"{FIELD}: {name!r} is not a filter; give {ZERO_VARIANCE}, module:function, or null")
-    check_function(name, field=FIELD)

@@ -1,6 +1,5 @@
 """Finds the reward function that the configuration names, and contains the simplest ones. Torch-free."""
 
-from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function, load_function
 from workers.rewards.base import Response, Reward, Score
 from workers.rewards.math import check_installed
@@ -52,8 +51,6 @@ def check_reward(config: RewardConfig) -> None:
     name = config.function
     if config.group_function is not None:
         check_function(config.group_function, field=GROUP_FIELD)
-    if config.pattern is not None and name != "regex":
-        raise ConfigError(f"reward.pattern: only reward.function regex reads it, not {name}; remove it")
     if name == "regex":
         compile_pattern(config.pattern)
     elif name == "math_verify":

@@ -37,13 +37,8 @@ def resolve(config: RunConfig) -> RunConfig:
     for number, logger in enumerate(config.loggers):
         if logger.name in LOGGERS.built_in:
             _logger_options(number, logger)
-    for section, registry in _ENGINES.items():
-        own = getattr(config, section)
-        if own.engine_options and own.engine in registry.built_in:
-            raise ConfigError(
-                f"{section}.engine_options: are only for an engine of your own, not {section}.engine {own.engine}; "
-                f"remove them"
-            )
+    if policy_name(config.tq.policy) in POLICIES.built_in:
+        check_policy(config)
     outside = _outside(config)
     if not outside:
         return config
@@ -154,8 +149,8 @@ def check_policy(config: RunConfig) -> None:
         raise ConfigError(f"tq.policy: {error}") from error
     if config.deterministic and getattr(policy, "window", 1) > 1:
         raise ConfigError(
-            f"tq.policy: {config.tq.policy} cannot be with deterministic: true, since it chooses among the rows that "
-            f"are ready; add window=1 to it, or set deterministic to false"
+            f"tq.policy: {config.tq.policy} cannot be used with deterministic: true, since it chooses among the rows "
+            f"that are ready; add window=1 to it, or set deterministic to false"
         )
 
 

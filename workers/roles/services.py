@@ -243,7 +243,7 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
         return None
     rule = KeepRule(
         saved_step=context.start_step,
-        max_staleness=config.schedule.gate_staleness,
+        gate=config.schedule.gate,
         tasks=task_specs(launched_tasks(config, context.job), config),
         generation=task_of("rollout", config, context.job).name,
         first=frozenset(prompt_columns(config)),

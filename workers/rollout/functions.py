@@ -420,7 +420,7 @@ def open_rollouts(
         stall_timeout_s=own.stall_timeout_s,
     )
     # All rows that admission can have open at once.
-    admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
+    admitted = schedule.step_rows * schedule.staleness.steps_in_flight
     return FunctionRollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
         what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed, warn=context.warn,

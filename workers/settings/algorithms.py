@@ -97,6 +97,8 @@ class OffPolicyConfig(Settings):
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
+# The filter of `group_filter` that refuses groups of equal rewards.
+ZERO_VARIANCE = "zero_variance"
 
 
 class PPOClipConfig(Settings):
@@ -162,6 +164,13 @@ class PolicyConfig(Settings):
     of your own: maps rewards to whether to train; null: trains all groups."""
     max_filtered_share: float = Field(0.9, gt=0, lt=1)
     """The run ends with an error when more than this share of the groups generated for a step were refused."""
+
+    @field_validator("group_filter")
+    @classmethod
+    def _is_a_filter(cls, name: str | None) -> str | None:
+        if name is not None and name != ZERO_VARIANCE and ":" not in name:
+            raise ValueError(f"it is not a filter; give {ZERO_VARIANCE}, module:function, or null")
+        return name
 
     @property
     def kl_in_reward(self) -> bool:
@@ -352,8 +361,8 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
         """Refuse ratios between two engines that round differently: the clip is as narrow as that gap."""
         if not (self.off_policy.has_proximal_policy or run.actor.tri_model):
             raise ConfigError(
-                "algorithm.off_policy.method: none cannot be with algorithm.name gspo, whose clip is as narrow as the "
-                "gap between the generating engine's log-probabilities and the trainer's; leave it out, or set "
+                "algorithm.off_policy.method: none cannot be used with algorithm.name gspo, whose clip is as narrow as "
+                "the gap between the generating engine's log-probabilities and the trainer's; leave it out, or set "
                 "actor.tri_model"
             )
 

@@ -24,6 +24,8 @@ _NO_OPTIONS = frozenset(
      "continue_final_message", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
      "return_assistant_tokens_mask", "strftime_now", "self")
 )  # fmt: skip
+# In `data.prompt_template`: where the prompt goes.
+PLACEHOLDER = "{prompt}"
 # Over each block of this many groups a mixture has exactly its weights.
 BLOCK = 1000
 
@@ -154,7 +156,16 @@ class DataConfig(HubPart):
         for name, of in (("options", "source"), ("sampler_options", "sampler")):
             if getattr(self, name) and getattr(self, of) is None:
                 raise ValueError(f"{name} are for {of}, which is missing; set {of}, or remove {name}")
+        if self.system_prompt is not None and not self.chat_template:
+            raise self.refusal("system_prompt", "data.chat_template is false; set that to true or remove this")
         return self
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_a_place_for_the_prompt(cls, template: str) -> str:
+        if PLACEHOLDER not in template:
+            raise ValueError(f"it lacks {PLACEHOLDER}, where the prompt goes; put it in")
+        return template
 
     @field_validator("chat_template_options")
     @classmethod

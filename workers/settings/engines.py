@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -81,7 +81,7 @@ class ActorConfig(TrainingConfig):
     engine: Annotated[str, AfterValidator(TRAIN_ENGINES.resolve)] = "fsdp"
     """Training engine; `fsdp`: FSDP2 over all actor ranks; `megatron`: tensor, pipeline and data parallelism, see
     `actor.megatron`; `sim`: sleeps, see `sim`; a class of your own, `module:Class` (docs/engines.md)."""
-    engine_options: dict[str, Any] = Field({})
+    engine_options: Annotated[dict[str, Any], AfterValidator(TRAIN_ENGINES.options)] = Field({})
     """Settings of an engine of your own, checked by its `Config`."""
     megatron: MegatronConfig = MegatronConfig()
     num_mini_batches: int = Field(1, ge=1)
@@ -94,6 +94,16 @@ class ActorConfig(TrainingConfig):
     in the micro-step that trains a micro-batch. The reference is sharded over the actor's ranks, and the old policy is
     the version that drew a token, as the trainer computes it (the ratio is exactly 1 on-policy). Keeps `max_staleness`
     older policies; see `workers.trainer.tri_model`."""
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self) -> Self:
+        if self.compile and self.engine == "megatron":
+            raise self.refusal(
+                "compile", "megatron's layers are not compiled; set it to false, or actor.engine to fsdp"
+            )
+        if self.tri_model and self.engine not in ("fsdp", "megatron"):
+            raise self.refusal("tri_model", f"engine {self.engine} keeps no copies of the policy; use fsdp or megatron")
+        return self
 
     def num_replicas(self, num_ranks: int) -> int:
         """Return how many groups of ranks train on rows of their own; raises ConfigError if they make no whole
@@ -137,7 +147,7 @@ class RefConfig(Settings):
     """`hf`: transformers, one copy per rank. `fsdp`: FSDP2, `shards` ranks share a copy and divide its rows;
     `megatron`: the ranks of `ref.megatron` share a copy. `sim`: sleeps, see `sim`. A class of your own, `module:Class`
     (docs/engines.md), has one copy per rank, and `actor_fwd` uses transformers beside it."""
-    engine_options: dict[str, Any] = Field({})
+    engine_options: Annotated[dict[str, Any], AfterValidator(REF_ENGINES.options)] = Field({})
     """Settings of an engine of your own, checked by its `Config`."""
     shards: int = Field(1, ge=1)
     """With `fsdp`: ranks that share a copy."""

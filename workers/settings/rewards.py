@@ -1,8 +1,8 @@
 """Settings of rewards: functions, scorers, reward models. Torch-free."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -85,6 +85,12 @@ class RewardConfig(Settings):
     returns their rewards: `(task, members) -> [...]` (docs/rewards.md)."""
     model: RewardModelConfig | None = None
     """A model that also scores responses; needs the role `reward`."""
+
+    @model_validator(mode="after")
+    def _pattern_is_read(self) -> Self:
+        if self.pattern is not None and self.function != "regex":
+            raise self.refusal("pattern", f"only reward.function regex reads it, not {self.function}; remove it")
+        return self
 
     @property
     def is_users(self) -> bool:

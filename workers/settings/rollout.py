@@ -48,7 +48,7 @@ class SamplingConfig(Settings):
     engine: Annotated[str, AfterValidator(ENGINES.resolve)] = "hf"
     """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: your own servers, see `openai`; `sim`:
     sleeps, see `sim`; a class of your own, `module:Class` (docs/engines.md)."""
-    engine_options: dict[str, Any] = Field({})
+    engine_options: Annotated[dict[str, Any], AfterValidator(ENGINES.options)] = Field({})
     """Settings of an engine of your own, checked by its `Config`."""
     batch_size: int = Field(64, ge=1)
     """Responses that one instance generates at the same time; rounded down to whole groups, at least one."""
@@ -161,9 +161,14 @@ class RolloutConfig(SamplingConfig):
     @property
     def own_name(self) -> str:
         """What makes rollouts, for messages: the setting and its value."""
+        named = getattr(self, self.own_setting.removeprefix("rollout."))
+        return f"{self.own_setting}: {named if isinstance(named, str) else ' '.join(named)}"
+
+    @property
+    def own_setting(self) -> str:
+        """The setting that makes rollouts, for messages."""
         given = next((name for name in ("function", "agent", "agent_command") if getattr(self, name)), "engine")
-        named = getattr(self, given)
-        return f"rollout.{given}: {named if isinstance(named, str) else ' '.join(named)}"
+        return f"rollout.{given}"
 
     def max_dead_letters(self, batch: int) -> int | None:
         """Return how many groups of a step of `batch` may become dead letters, at the largest failed share of all

@@ -76,7 +76,7 @@ class EvaluateConfig(HubPart):
     """Responses per prompt."""
     engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve)] = "hf"
     """Generating engine; see `rollout.engine`."""
-    engine_options: dict[str, Any] = Field({})
+    engine_options: Annotated[dict[str, Any], AfterValidator(EVALUATE_ENGINES.options)] = Field({})
     """Like `rollout.engine_options`."""
     temperature: Temperature = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, always the most likely token."""
@@ -121,7 +121,7 @@ class EvaluateConfig(HubPart):
         own = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
         inherited = {name: getattr(rollout, name) for name in SamplingConfig.model_fields}
-        return SamplingConfig.model_validate(inherited | given)
+        return SamplingConfig.model_construct(**(inherited | given))  # both are checked
 
 
 class CheckpointConfig(Settings):
@@ -233,6 +233,18 @@ class RunConfig(Settings):
         """Roles done by processes outside the run, at unknown times."""
         return tuple(role for role, number in self.roles.items() if not number)
 
+    def generating(self) -> dict[str, SamplingConfig]:
+        """Return launched role -> how it generates."""
+        own = {"rollout": self.rollout, "evaluate": self.evaluate.sampling(self.rollout)}
+        return {role: sampling for role, sampling in own.items() if role in self.roles}
+
+    def is_vllm(self, role: str) -> bool:
+        return {"rollout": self.rollout.engine, "evaluate": self.evaluate.engine}.get(role) == "vllm"
+
+    def ranks_per_instance(self, role: str) -> int:
+        """Return how many ranks one process of a role drives: with vLLM, those that share a copy of the model."""
+        return self.vllm.tensor_parallel_size if self.is_vllm(role) else 1
+
     def ranks_per_copy(self, role: str) -> int:
         """Return how many ranks share one copy of a role's model. Each of FSDP2's trainers counts as a copy, since it
         trains rows of its own."""
@@ -240,8 +252,7 @@ class RunConfig(Settings):
             case "actor":
                 return self.actor.megatron.ranks_per_copy if self.actor.engine == "megatron" else 1
             case "rollout" | "evaluate":
-                engine = self.rollout.engine if role == "rollout" else self.evaluate.sampling(self.rollout).engine
-                return self.vllm.tensor_parallel_size if engine == "vllm" else 1
+                return self.ranks_per_instance(role)
             case "ref" | "actor_fwd":
                 return self.ref.ranks_per_copy
             case "reward" if self.reward.model is not None:

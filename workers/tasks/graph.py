@@ -50,7 +50,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
         *others, train = graph
         graph = (*others, replace(train, inputs=(*train.inputs, SOURCES)))
     if config.actor.tri_model:
-        graph = without_models(graph, config)
+        graph = without_models(graph)
     return with_user_tasks(graph, config.tasks)
 
 
@@ -113,17 +113,9 @@ def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
     return (*scored, replace(train, inputs=(*train.inputs, REWARD_PARTS)))
 
 
-def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
+def without_models(graph: Sequence[Task]) -> tuple[Task, ...]:
     """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes during training.
-    Raises ConfigError if they cannot be computed there."""
-    engine = config.actor.engine
-    if engine not in ("fsdp", "megatron"):
-        raise ConfigError(f"actor.tri_model: engine {engine} keeps no copies of the policy; use fsdp or megatron")
-    if config.algorithm.ref_update_interval:
-        raise ConfigError(
-            "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to "
-            "0, or tri_model to false"
-        )
+    Raises ConfigError if a task needs their outputs before that."""
     scored = {name for task in graph if task.name in _OF_MODELS for name in task.outputs}
     *others, train = (task for task in graph if task.name not in _OF_MODELS)
     for task in others:

@@ -142,7 +142,7 @@ class Actor:
         """Check the staleness of a round and count its rows, once per replica."""
         if not (self._counts and len(batch)):
             return
-        check_staleness(batch, step=record.step, bound=self._config.schedule.staleness_bound)
+        check_staleness(batch, step=record.step, allowed=self._config.schedule.staleness)
         lines = ledger_lines(
             batch,
             step=record.step,

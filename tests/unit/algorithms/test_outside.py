@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_batch_sizes
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import check_batch_sizes
 from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load_algorithm import load_algorithm, outside_algorithm

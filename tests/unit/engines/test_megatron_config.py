@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_megatron
+from launcher.checks.models import check_megatron
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.rank.peers import ReplicaPlace
@@ -123,7 +123,6 @@ def test_preflight_takes_whole_replicas_only(run_config: RunConfig) -> None:
         check_megatron(run_config.model_copy(update={"roles": {"rollout": 1, "actor": 3}}))
 
 
-def test_preflight_refuses_to_compile_what_megatron_does_not(run_config: RunConfig) -> None:
-    compiled = run_config.actor.model_copy(update={"compile": True})
-    with pytest.raises(ConfigError, match=r"actor\.compile: .*set it to false"):
-        check_megatron(run_config.model_copy(update={"actor": compiled}))
+def test_what_megatron_does_not_compile_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^actor\.compile: True cannot be used .*; megatron's .*set it to false"):
+        load_config(find_recipe(None), overrides=["actor.engine=megatron", "actor.compile=true"])

@@ -9,6 +9,7 @@ from test_trainer import CPU, STEP, Loader, configure, make_rounds, make_trainer
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
+from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import MicroLoss
 from workers.engines.base import TrainEngine
@@ -150,7 +151,7 @@ def test_models_are_no_tasks_any_more() -> None:
 )
 def test_what_cannot_be_is_refused(setting: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        graph_of(tri(setting))
+        check_rules(tri(setting), AT_START)
 
 
 def test_tokens_are_compared_with_the_version_that_drew_them() -> None:

@@ -25,7 +25,7 @@ def check(*settings: str) -> None:
 
 
 def test_gspo_is_not_clipped_by_the_gap_between_two_engines() -> None:
-    with pytest.raises(ConfigError, match="^algorithm.off_policy.method: none cannot be with algorithm.name gspo"):
+    with pytest.raises(ConfigError, match="^algorithm.off_policy.method: none cannot be used with algorithm.name gspo"):
         check(*GSPO)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_batch_sizes, num_micro_batches
 from launcher.config.load_config import load_config
+from launcher.config.rules import check_batch_sizes, num_micro_batches
 from workers.settings.run import RunConfig
 
 Configure = Callable[[int, int, int, int], RunConfig]

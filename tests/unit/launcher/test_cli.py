@@ -93,10 +93,13 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--set", "weightsync.export={directory: checkpoints}"], "'checkpoints' is among the run's own files"),
+        (
+            ["--set", "weightsync.export={directory: checkpoints}"],
+            "directory: 'checkpoints' cannot be used (from --set weightsync.export",
+        ),
         (
             ["--set", "weightsync.export={directory: ../elsewhere}"],
-            "'../elsewhere' is among the run's own files, or outside",
+            "it is among the run's own files, or outside",
         ),
         (
             ["--set", "weightsync.export={directory: /dev/null/x}"],
@@ -112,14 +115,14 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--roles", "rollout:1,actor:1,evaluate:1"], "evaluate.path: is missing, but the role evaluate was launched"),
         (["--set", "evaluate.path=nowhere.jsonl"], "evaluate.path: 'nowhere.jsonl' does not exist (looked at "),
         ([*EVALUATE, "--set", "evaluate.path=model"], "evaluate.path: "),
-        ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
+        ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be used with a role whose engine is sim"),
         (
             ["--roles", "rollout:0,actor:1", "--set", "rollout.stop=[x]"],
-            "rollout.stop: cannot be with roles rollout:0, since processes outside know nothing of it; launch rollout",
+            "rollout.stop: cannot be used with roles rollout:0, since processes outside know nothing of it",
         ),
         (
             ["--set", "rollout.engine=sim", "--set", "actor.engine=sim", "--set", "rollout.stop=[x]"],
-            "rollout.stop: cannot be with the engine sim",
+            "rollout.stop: cannot be used with the engine sim",
         ),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
         (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
@@ -129,7 +132,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ),
         (["--set", "rollout.engine=openai"], "openai.urls: is missing; name the servers"),
         ([*OPENAI], "openai.weights_dir: is missing"),
-        ([*OPENAI, "--set", "openai.weights_dir=w", "--roles", "rollout:2,actor:1"], "rollout:2 cannot be with"),
+        ([*OPENAI, "--set", "openai.weights_dir=w", "--roles", "rollout:2,actor:1"], "rollout:2 cannot be used with"),
         ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=w"], "openai.weights_dir: 'w' is not absolute"),
         (
             [*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/dev/null/w"],
@@ -157,7 +160,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "openai.urls=[http://host/v1]"], "'http://host/v1' ends with /v1; leave that out"),
         (
             ["--set", "rollout.engine=vllm", "--set", "deterministic=true", "--set", "schedule.mode=sync"],
-            "deterministic: true cannot be with rollout.engine vllm",
+            "deterministic: true cannot be used with rollout.engine vllm",
         ),
         (
             [*VLLM, "--set", "vllm.tensor_parallel_size=2", "--roles", "rollout:3,actor:1"],
@@ -212,7 +215,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
                 *("--set", "schedule.max_staleness=2", "--set", "schedule.fill=first_ready"),
                 *("--set", "algorithm.kl_coef=0.1", "--set", "algorithm.ref_update_interval=4"),
             ],
-            "schedule.fill: first_ready cannot be with algorithm.ref_update_interval 4: the step that trains a group",
+            "schedule.fill: first_ready cannot be used with algorithm.ref_update_interval 4: the step that trains",
         ),
         (["--set", "tq.policy=shortest"], "tq.policy: 'shortest' cannot be used"),
         (
@@ -224,14 +227,14 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
                 *("--set", "schedule.max_staleness=2", "--set", "schedule.fill=first_ready"),
                 *("--set", "tq.policy=token-budget", "--set", "actor.max_tokens_per_micro_batch=64"),
             ],
-            "tq.policy: token-budget cannot be with schedule.fill first_ready, whose steps are made of rounds of",
+            "tq.policy: token-budget cannot be used with schedule.fill first_ready, whose steps are made of rounds of",
         ),
         (
             [
                 *("--set", "schedule.mode=periodic", "--set", "deterministic=true"),
                 *("--set", "tq.policy=token-balanced(window=2)"),
             ],
-            "tq.policy: token-balanced(window=2) cannot be with deterministic: true, since it chooses",
+            "tq.policy: token-balanced(window=2) cannot be used with deterministic: true, since it chooses",
         ),
         (["--set", "tq.num_controllers=0"], "tq.num_controllers: "),
         (["--set", "tq.backend.kind=redis"], "tq.backend: "),

@@ -8,6 +8,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, packaged_recipes
+from launcher.config.rules import AT_LOADING, AT_START
 from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig
 
@@ -70,7 +71,7 @@ def test_staleness_asked_for_in_sync_mode_is_refused(write_config: WriteConfig) 
 @pytest.mark.parametrize("mode", ["async", "substep"])
 def test_deterministic_is_refused_where_timing_chooses_the_weights(write_config: WriteConfig, mode: str) -> None:
     message = refusal(write_config(schedule={"mode": mode, "max_staleness": 1}), "deterministic=true")
-    assert message.startswith(f"deterministic: true cannot be with schedule.mode {mode}")
+    assert message.startswith(f"deterministic: true cannot be used with schedule.mode {mode}")
 
 
 @pytest.mark.parametrize("schedule", [{"mode": "sync"}, {"mode": "periodic"}, {"mode": "async", "max_staleness": 0}])
@@ -79,7 +80,8 @@ def test_groups_cannot_be_late_where_no_weights_may_be_older(
 ) -> None:
     message = refusal(write_config(schedule=schedule), "schedule.fill=first_ready")
     mode = schedule["mode"]
-    assert message.startswith(f"schedule.fill: first_ready cannot be with mode {mode} and max_staleness 0 (from --set ")
+    assert message.startswith("schedule.fill: 'first_ready' cannot be used (from --set ")
+    assert f"a step late is older than mode {mode} and max_staleness 0 allow" in message
     assert "set schedule.mode to async or substep and schedule.max_staleness to 2 or more, or schedule.fill" in message
 
 
@@ -257,4 +259,11 @@ def test_rewards_of_whole_groups_are_refused_where_a_group_is_not_together(
     write_config: WriteConfig, what: tuple[str, ...], words: str
 ) -> None:
     message = refusal(write_config(), "reward.group_function=my_ranks:rank", *what)
-    assert message.startswith(f"{words} cannot be with reward.group_function")
+    assert message.startswith(f"{words} cannot be used with reward.group_function")
+
+
+def test_every_rule_names_settings_that_there_are(write_config: WriteConfig) -> None:
+    config = load_config(write_config(), roles="rollout:1,actor:1,evaluate:1")
+    for message in (*AT_LOADING, *AT_START):
+        told = message.format(found=("a.b", "c", "d"), **dict(config))
+        assert "\n" not in told and re.search(r"; |\. Lower", told), f"says what is wrong and what to do: {told}"

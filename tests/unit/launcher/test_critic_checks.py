@@ -48,12 +48,12 @@ def test_ranks_of_a_critic_are_one_gang() -> None:
         (
             ("schedule.fill=first_ready", "schedule.max_staleness=2"),
             "",
-            "schedule.fill: first_ready cannot be with role critic",
+            "schedule.fill: first_ready cannot be used with role critic",
         ),
         (
             ("actor.engine=sim", "rollout.engine=sim", "ref.engine=sim"),
             "",
-            "actor.engine: sim cannot be with algorithm.name",
+            "actor.engine: sim cannot be used with algorithm.name",
         ),
         (("algorithm={name: grpo}",), "rollout:1,actor:1,critic:1", "roles: 'critic' has no task in this algorithm's"),
     ],

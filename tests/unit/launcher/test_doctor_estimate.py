@@ -133,9 +133,9 @@ def test_processes_of_vllm_count() -> None:
     checked = preflight(
         "rollout.engine=vllm", "vllm.dtype=bfloat16", "vllm.tensor_parallel_size=4", roles="rollout:8,actor:1"
     )
-    sizes = {"rollout": 4}
-    plain = place_gangs(checked.config, Devices("npu", 9))
-    shared = place_gangs(checked.config, Devices("npu", 9), ranks_per_instance=sizes)
+    vllm = checked.config.vllm.model_copy(update={"tensor_parallel_size": 1})
+    plain = place_gangs(checked.config.model_copy(update={"vllm": vllm}), Devices("npu", 9))
+    shared = place_gangs(checked.config, Devices("npu", 9))
     alone, together = (replace(checked, devices=Devices("npu", 9), gangs=gangs) for gangs in (plain, shared))
     assert memory_parts(together)["vllm mailboxes"] == 0, "its ranks read the agent's memory"
     difference = memory_parts(together)["processes"] - memory_parts(alone)["processes"]

@@ -264,7 +264,7 @@ def test_a_queue_without_a_run_checks_a_backend_s_options_too(code: Path) -> Non
 
 def test_a_policy_that_chooses_rows_is_refused_where_timing_must_not_matter(code: Path) -> None:
     settings = {"tq.policy": "outside_classes:Wide", "schedule.mode": "sync", "deterministic": "true"}
-    with pytest.raises(ConfigError, match=r"^tq\.policy: outside_classes:Wide cannot be with deterministic: true"):
+    with pytest.raises(ConfigError, match=r"^tq\.policy: outside_classes:Wide cannot be used with deterministic: true"):
         load_config(
             find_recipe("quickstart"),
             overrides=[*(f"{name}={value}" for name, value in settings.items()), f"code_directory={code}"],

@@ -19,7 +19,9 @@ Configure = Callable[..., RunConfig]
 
 @pytest.fixture
 def configure(write_config: Callable[..., Path]) -> Configure:
-    def build(roles: str, **sections: Any) -> RunConfig:
+    def build(roles: str, *, instance: int = 1, **sections: Any) -> RunConfig:
+        if instance > 1:
+            sections |= {"rollout": {"engine": "vllm"}, "vllm": {"tensor_parallel_size": instance}}
         return load_config(write_config(**sections), roles=roles)
 
     return build
@@ -45,8 +47,8 @@ def test_actor_of_several_nodes_takes_them_in_order(configure: Configure) -> Non
 
 
 def test_instance_never_straddles_nodes_and_smaller_ones_fill_the_gap(configure: Configure) -> None:
-    config = configure("rollout:8,actor:2,ref:2")
-    gangs = place_gangs(config, Devices("npu", 4), num_nodes=3, ranks_per_instance={"rollout": 4})
+    config = configure("rollout:8,actor:2,ref:2", instance=4)
+    gangs = place_gangs(config, Devices("npu", 4), num_nodes=3)
     found = places(gangs)
     assert [gang.name for gang in gangs if gang.role == "rollout"] == ["rollout-0", "rollout-1"]
     assert [gang.num_ranks for gang in gangs if gang.role == "rollout"] == [1, 1], "one process drives four devices"
@@ -70,11 +72,11 @@ def test_what_is_missing_is_said(configure: Configure) -> None:
         place_gangs(configure("rollout:6,actor:4"), Devices("npu", 4), num_nodes=2)
     one_free_each = "1 on node 0, 1 on node 1 are free; launch fewer ranks, or more nodes"
     with pytest.raises(ConfigError, match=f"rollout-1 needs 2 npu devices and stays on one node, but {one_free_each}"):
-        place_gangs(configure("rollout:4,actor:2"), Devices("npu", 3), num_nodes=2, ranks_per_instance={"rollout": 2})
+        place_gangs(configure("rollout:4,actor:2", instance=2), Devices("npu", 3), num_nodes=2)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 8 ranks .*a node has 4 npu .*set it to 4 or less"):
-        place_gangs(configure("rollout:8,actor:4"), Devices("npu", 4), num_nodes=4, ranks_per_instance={"rollout": 8})
+        place_gangs(configure("rollout:8,actor:4", instance=8), Devices("npu", 4), num_nodes=4)
     with pytest.raises(ConfigError, match="rollout:3 makes no whole instances of 2 ranks"):
-        place_gangs(configure("rollout:3,actor:1"), Devices("npu", 4), ranks_per_instance={"rollout": 2})
+        place_gangs(configure("rollout:3,actor:1", instance=2), Devices("npu", 4))
 
 
 def test_on_the_cpu_every_node_gets_an_even_share_in_order(configure: Configure) -> None:
@@ -115,12 +117,13 @@ def test_no_device_is_given_twice_and_instances_stay_together(
             "model": {"path": "none"},
             "data": {"path": "none"},
             "schedule": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
-            "rollout": {"max_response_tokens": 1},
+            "rollout": {"max_response_tokens": 1, "engine": "vllm"},
+            "vllm": {"tensor_parallel_size": width},
         }
     )
     for devices in (Devices("npu", per_node), Devices("cpu")):
         try:
-            gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance={"rollout": width})
+            gangs = place_gangs(config, devices, num_nodes=num_nodes)
         except ConfigError:
             assert devices.kind == "npu"
             continue

@@ -83,7 +83,7 @@ def test_one_rank_feeds_servers(qwen: RunConfig, tmp_path: Path) -> None:
     config = qwen.model_copy(update={"openai": openai, "rollout": rollout})
     assert {roles["rollout"] for roles in splits(config, [16], 0.2)} == {1}
     assert open_planner(config, devices=16, device="h100").plans()[0].config.roles["rollout"] == 1
-    with pytest.raises(ConfigError, match="rollout:2 cannot be with rollout.engine openai"):
+    with pytest.raises(ConfigError, match="rollout:2 cannot be used with rollout.engine openai"):
         check_launchable(with_roles(config, rollout=2, actor=4), None, 16)
 
 
@@ -103,7 +103,7 @@ def test_every_plan_can_be_placed_on_nodes(qwen: RunConfig) -> None:
     with pytest.raises(ConfigError, match="roles: rollout-0 needs 8 accelerator devices and stays on one node"):
         check_launchable(with_roles(ppo, actor=4, critic=12, rollout=8), device, 24)
     with pytest.raises(ConfigError, match="roles: evaluate:1 makes no whole instances of 8 ranks"):
-        evaluate = config.evaluate.model_copy(update={"engine": "vllm"})
+        evaluate = config.evaluate.model_copy(update={"engine": "vllm", "path": "held_out.jsonl"})
         evaluated = config.model_copy(update={"evaluate": evaluate})
         check_launchable(with_roles(evaluated, actor=8, rollout=8, evaluate=1), device, 24)
 
@@ -122,7 +122,8 @@ def test_no_more_processes_are_planned_than_the_queue_takes(qwen: RunConfig) -> 
 
 
 def test_deterministic_runs_are_offered_no_schedule_that_depends_on_timing() -> None:
-    strict = with_schedule(sim_run().model_copy(update={"deterministic": True}), mode="periodic", max_staleness=0)
+    same_bits = sim_run().model_copy(update={"deterministic": True})
+    strict = with_schedule(same_bits, mode=ScheduleMode.PERIODIC, max_staleness=0)
     assert list(schedules(strict)) == [{"schedule.mode": "sync"}]
 
 

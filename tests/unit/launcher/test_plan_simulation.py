@@ -46,6 +46,8 @@ def config_of(**changed: Any) -> RunConfig:
             values[section] = {**values[section], name: value}
         else:
             values[section] = value
+    if values["schedule"].get("mode") in ("sync", "periodic"):
+        values["schedule"] = {**values["schedule"], "max_staleness": 0}
     return RunConfig.model_validate(values)
 
 
@@ -232,7 +234,7 @@ def test_advantages_that_are_whitened_are_trained_once_the_last_one_is_there() -
 
 
 def test_ppo_with_sim_engines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="actor.engine: sim cannot be with algorithm.name ppo"):
+    with pytest.raises(ConfigError, match="actor.engine: sim cannot be used with algorithm.name ppo"):
         run(config_of(roles={"rollout": 2, "actor": 2, "critic": 2}, algorithm={"name": "ppo"}))
 
 

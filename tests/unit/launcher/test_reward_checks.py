@@ -84,7 +84,7 @@ def test_memory_of_reward_models_counts() -> None:
         (("reward.model.weight=.inf",), ROLES, "reward.model.weight: inf is not finite"),
         (("reward.model.micro_batch_size=0",), ROLES, "reward.model.micro_batch_size: 0 cannot be used"),
         (("reward.model.wieght=2",), ROLES, "reward.model.wieght: unknown key"),
-        (("algorithm={name: dapo}",), ROLES, "algorithm.group_filter: zero_variance cannot be with reward.model"),
+        (("algorithm={name: dapo}",), ROLES, "algorithm.group_filter: zero_variance cannot be used with reward.model"),
         (("data.max_prompt_tokens=13",), ROLES, "has 16 positions, but prompt and response may have 17 tokens"),
         (("reward.model.path={policy}",), ROLES, "describes a Qwen2ForCausalLM, which scores no text"),
     ],

@@ -77,7 +77,11 @@ def test_roles_may_be_left_to_processes_outside() -> None:
             "rollout:0,actor:1",
             "algorithm.group_filter: .* roles rollout:0, ",
         ),
-        ("deterministic=true", "rollout:0,actor:1,reward:1", "deterministic: true: cannot be with roles rollout:0"),
+        (
+            "deterministic=true",
+            "rollout:0,actor:1,reward:1",
+            "deterministic: true: cannot be used with roles rollout:0",
+        ),
     ],
 )
 def test_what_processes_outside_know_nothing_of_is_refused(setting: str, roles: str, message: str) -> None:

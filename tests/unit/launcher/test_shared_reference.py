@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.models import check_reference
 from launcher.checks.placement import Devices, place_gangs
 from launcher.config.load_config import load_config
+from launcher.config.rules import AT_START, check_rules
 from workers.engines.device_memory import ModelSizes, memory_of_roles
 from workers.settings.run import RunConfig
 
@@ -64,11 +64,11 @@ def test_a_copy_larger_than_a_node_is_refused(configure: Configure) -> None:
 )
 def test_a_shared_reference_needs_ranks(configure: Configure, roles: str, ref: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        check_reference(configure(roles, ref=ref))
+        check_rules(configure(roles, ref=ref), AT_START)
 
 
 def test_tri_model_needs_no_role_for_the_reference(configure: Configure) -> None:
-    check_reference(configure("rollout:1,actor:1", ref=MEGATRON, actor={"tri_model": True}))
+    check_rules(configure("rollout:1,actor:1", ref=MEGATRON, actor={"tri_model": True}), AT_START)
 
 
 def test_a_rank_has_its_part_of_the_weights(configure: Configure) -> None:

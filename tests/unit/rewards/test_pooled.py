@@ -72,7 +72,7 @@ def test_responses_of_any_size_and_content_arrive(load: Load) -> None:
     [
         ({"function": "regex"}, "reward.pattern: missing"),
         ({"function": "regex", "pattern": "(a"}, r"reward.pattern: '\(a' is not a regular expression: missing \)"),
-        ({"function": "math", "pattern": "a"}, "reward.pattern: only reward.function regex reads it, not math"),
+        ({"function": "math", "pattern": "a"}, "only reward.function regex reads it, not math"),
         ({"function": "http://"}, "reward.function: 'http://' is not a scorer's URL"),
         ({"function": "https://host:port/x"}, "is not a scorer's URL; write http://HOST:PORT/PATH"),
         ({"function": "http://a..b/score"}, "is not a scorer's URL"),

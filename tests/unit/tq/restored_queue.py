@@ -116,9 +116,7 @@ class Life:
         self.num_kept = 0
         self.root = root
         trained = {group for _, group in self.ledger}
-        rule = KeepRule(
-            saved.step, schedule.gate_staleness, self.tasks, "rollout", FIRST, lambda *_: FIRST | GENERATED | JUDGED
-        )
+        rule = KeepRule(saved.step, schedule.gate, self.tasks, "rollout", FIRST, lambda *_: FIRST | GENERATED | JUDGED)
         kept = SavedRows(saved.snapshot, rule, warn=self.warned) if saved.snapshot.exists() else None
         self.admitter = PromptAdmitter(
             AdmissionState(schedule, version=saved.step, last_step=last_step, trained=trained),

@@ -15,7 +15,7 @@ ENOUGH = 20_000
 
 
 def schedule(random: Random, fill: Fill) -> ScheduleConfig:
-    least = 1 if fill is Fill.FIRST_READY else 0
+    least = 2 if fill is Fill.FIRST_READY else 0
     return ScheduleConfig(
         rollout_batch_size=random.randint(2, 4),
         n_samples_per_prompt=random.randint(1, 2),

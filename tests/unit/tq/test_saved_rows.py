@@ -9,6 +9,7 @@ import torch
 
 from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
+from tq.policies import StalenessRule
 from tq.snapshot import SnapshotChunk, write_manifest
 from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
@@ -34,7 +35,7 @@ def rule(
     tasks: tuple[TaskSpec, ...] = TASKS,
     usable: Callable[[int, int], Collection[str]] = lambda partition, step: EVERYTHING,
 ) -> KeepRule:
-    return KeepRule(saved_step, max_staleness, tasks, "rollout", PROMPT, usable)
+    return KeepRule(saved_step, StalenessRule(max_staleness), tasks, "rollout", PROMPT, usable)
 
 
 def saved(oldest: int, newest: int = -1, *, columns: Collection[str] = EVERYTHING, partition: int = 21) -> SavedRow:

@@ -1,0 +1,320 @@
+"""What excludes what in a configuration, across its sections: a message and a condition each. Pure and torch-free.
+
+A rule that reads one section is a validator beside its field, and a rule that reads files is in `launcher.checks`. The
+planner asks the same rules of every plan. `AT_LOADING` holds whichever roles are launched, so it is checked first.
+"""
+
+from collections.abc import Callable, Mapping
+
+from asyncflow.errors import ConfigError
+from tq.policies import policy_name
+from workers.settings.algorithms import ZERO_VARIANCE
+from workers.settings.dataflow import TRAINERS
+from workers.settings.run import RunConfig
+
+Rules = Mapping[str, Callable[[RunConfig], object]]
+"""Why a run is refused -> when. In a message, `{section.key}` stands for a setting, `{found}` for what the condition
+returned."""
+
+
+def check_rules(config: RunConfig, rules: Rules) -> None:
+    """Raise ConfigError for the first rule that is broken."""
+    for message, broken in rules.items():
+        if found := broken(config):
+            raise ConfigError(message.format(found=found, **dict(config)))
+
+
+AT_LOADING: Rules = {
+    "deterministic: true cannot be used with schedule.mode {schedule.mode}, where the weights of a token depend on "
+    "timing; set schedule.mode to periodic or sync": lambda run: (
+        run.deterministic and not run.schedule.mode.has_newest_weights
+    ),
+    "deterministic: true cannot be used with algorithm.group_filter, where which responses are generated together "
+    "depends on timing; set algorithm.group_filter to null": lambda run: (
+        run.deterministic and run.algorithm.filters_groups
+    ),
+    "{found} cannot be used with reward.group_function, which sees a group where and when it is generated; leave one "
+    "of the two out": lambda run: (
+        run.reward.group_function is not None
+        and ("deterministic: true" if run.deterministic else "reward" in run.roles and "roles: 'reward'")
+    ),
+}
+
+
+def _role_without_budget(run: RunConfig) -> str:
+    """Return a role that trains, but not by tokens."""
+    roles = (role for role in sorted(TRAINERS & run.roles.keys()) if not getattr(run, role).max_tokens_per_micro_batch)
+    return next(roles, "")
+
+
+def _fills_tokens(run: RunConfig) -> bool:
+    return policy_name(run.tq.policy) == "token-budget"
+
+
+def _beside_sim(run: RunConfig) -> str:
+    """Return the engines that compute, if others only sleep."""
+    engines = {"rollout": run.rollout.engine, "actor": run.actor.engine}
+    if run.algorithm.kl_coef > 0:
+        engines["ref"] = run.ref.engine
+    if "evaluate" in run.roles:
+        engines["evaluate"] = run.evaluate.engine
+    others = [f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim"]
+    return ", ".join(others) if len(others) < len(engines) else ""
+
+
+def _unknown_outside(run: RunConfig) -> tuple[str, str, str] | None:
+    """Return a setting that processes outside do not receive, their roles, and the role that would receive it."""
+    outside = run.outside_roles
+    # Without role reward, the rollout processes score.
+    scores = "reward" if "reward" in run.roles else "rollout"
+    for setting, needed, role in (
+        ("deterministic: true", bool(outside) and run.deterministic, scores),
+        ("algorithm.group_filter", scores in outside and run.algorithm.filters_groups, scores),
+        ("reward.group_function", scores in outside and run.reward.group_function is not None, scores),
+        ("rollout.stop", "rollout" in outside and bool(run.rollout.stop), "rollout"),
+    ):
+        if needed:
+            return setting, " ".join(f"{name}:0" for name in outside), role
+    return None
+
+
+def _too_long_for_vllm(run: RunConfig) -> tuple[str, int, int] | None:
+    """Return a role, its longest response, and the longest of its prompts with it. vLLM would reject such prompts one
+    by one during the run."""
+    longest, prompt = run.vllm.max_model_len, run.data.max_prompt_tokens
+    for role, sampling in run.generating().items():
+        together = prompt + sampling.max_response_tokens
+        if sampling.engine == "vllm" and longest is not None and longest < together:
+            return role, sampling.max_response_tokens, together
+    return None
+
+
+def _most_evaluators(run: RunConfig) -> int:
+    # Instance 0 evaluates the last step in any case.
+    return run.ranks_per_instance("evaluate") * -(-run.steps // run.evaluate.interval)
+
+
+def _num_processes(run: RunConfig) -> int:
+    ranks = sum(number // run.ranks_per_instance(role) for role, number in run.roles.items())
+    return ranks + run.tq.num_storage_units + run.tq.num_controllers
+
+
+AT_START: Rules = {
+    # Roles that have nothing to do, or that are missing.
+    "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set "
+    "algorithm.kl_coef > 0": lambda run: "ref" in run.roles and run.algorithm.kl_coef == 0,
+    "roles: {found!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; leave {found} "
+    "out": lambda run: run.actor.tri_model and next((role for role in ("ref", "actor_fwd") if role in run.roles), ""),
+    "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
+    "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the KL penalty "
+    "is part of the reward; leave it out": lambda run: "actor_fwd" in run.roles and not run.needs_old_log_probs,
+    "roles: 'reward' is missing, which computes with reward.model; add it (--roles {found},reward:1), or remove "
+    "reward.model": lambda run: (
+        run.reward.model is not None
+        and "reward" not in run.roles
+        and ",".join(f"{role}:{count}" for role, count in run.roles.items())
+    ),
+    "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts (--set "
+    "evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out": lambda run: (
+        "evaluate" in run.roles and run.evaluate.path is None and run.evaluate.source is None
+    ),
+    "roles: evaluate:{roles[evaluate]} is more ranks than there are versions to evaluate up to step {steps}; launch "
+    "{found} or fewer, or lower evaluate.interval ({evaluate.interval})": lambda run: (
+        "evaluate" in run.roles and run.roles["evaluate"] > (most := _most_evaluators(run)) and most
+    ),
+    "roles: {found} processes (with tq.num_storage_units {tq.num_storage_units} and tq.num_controllers "
+    "{tq.num_controllers}) are more than a queue service takes (tq.max_clients {tq.max_clients}); launch fewer, or "
+    "raise tq.max_clients": lambda run: (found := _num_processes(run)) > run.tq.max_clients and found,
+    # What a step is made of, and when that is known.
+    "tq.policy: {tq.policy} fills {found}.max_tokens_per_micro_batch, which is 0; set that, or tq.policy to "
+    "token-balanced": lambda run: _fills_tokens(run) and _role_without_budget(run),
+    "tq.policy: {tq.policy} cannot be used with schedule.fill {schedule.fill}, whose steps are made of rounds of "
+    "equally many rows; set schedule.fill to in_order, or tq.policy to token-balanced": lambda run: (
+        _fills_tokens(run) and run.schedule.lateness
+    ),
+    "tq.max_live_rows: {tq.max_live_rows} rows are fewer than the schedule keeps alive "
+    "({schedule.rollout_batch_size} groups x {schedule.n_samples_per_prompt} responses x "
+    "{schedule.gate.steps_in_flight} steps = {schedule.live_rows}), so the run would wait forever; set it to "
+    "{schedule.live_rows} or more, or to 0": lambda run: 0 < run.tq.max_live_rows < run.schedule.live_rows,
+    "schedule.fill: {schedule.fill} cannot be used with role actor_fwd: the step that trains a group, and with it "
+    "the policy that it finds, is not known before; leave actor_fwd out, or set "
+    "schedule.fill to in_order": lambda run: run.schedule.lateness and "actor_fwd" in run.roles,
+    "schedule.fill: {schedule.fill} cannot be used with algorithm.ref_update_interval {found}: the step that trains "
+    "a group, and with it the reference, is not known before; set schedule.fill to in_order, or "
+    "algorithm.ref_update_interval to 0": lambda run: (
+        run.schedule.lateness and run.algorithm.kl_coef > 0 and run.algorithm.ref_update_interval
+    ),
+    "schedule.fill: {schedule.fill} cannot be used with role critic: the step that trains a group is not known when "
+    "the critic gets it; set schedule.fill to in_order, or leave critic out (the actor then trains it)": lambda run: (
+        run.schedule.lateness and run.algorithm.has_critic and "critic" in run.roles
+    ),
+    # Simulated engines.
+    "{found}: cannot be used with a role whose engine is sim; set all of them to sim, or none": _beside_sim,
+    "rollout.stop: cannot be used with the engine sim, which draws no text that a string could end; "
+    "leave it out": lambda run: run.rollout.engine == "sim" and run.rollout.stop,
+    "actor.engine: sim cannot be used with algorithm.name {algorithm.name}, whose critic is "
+    "trained; use fsdp": lambda run: run.algorithm.has_critic and run.actor.engine == "sim",
+    "algorithm.entropy_coef: cannot be used with actor.engine sim, which has no distributions; set 0": lambda run: (
+        run.algorithm.entropy_coef and run.actor.engine == "sim"
+    ),
+    # Engines.
+    "{found[0]}: cannot be used with roles {found[1]}, since processes outside know nothing of it; launch "
+    "{found[2]}, or leave the setting out": _unknown_outside,
+    "deterministic: true cannot be used with rollout.engine {rollout.engine}, which batches whatever arrives "
+    "together; set rollout.engine to hf, or deterministic to false": lambda run: (
+        run.deterministic and run.rollout.engine in ("vllm", "openai")
+    ),
+    "openai.urls: is missing; name the servers, e.g. --set openai.urls=[http://127.0.0.1:8000], or set "
+    "rollout.engine to hf or vllm": lambda run: run.rollout.engine == "openai" and not run.openai.urls,
+    "openai.weights_dir: is missing; name a directory that the servers can read, too": lambda run: (
+        run.rollout.engine == "openai" and not run.openai.weights_dir
+    ),
+    # Several instances would overwrite each other's weights on the servers.
+    "roles: rollout:{roles[rollout]} cannot be used with rollout.engine openai, whose servers have one version of "
+    "the weights; launch rollout:1, which feeds all of openai.urls, and raise rollout.batch_size": lambda run: (
+        run.rollout.engine == "openai" and run.roles["rollout"] > 1
+    ),
+    "openai.weights_dir: {openai.weights_dir!r} is not absolute, but the servers read it under this name; write the "
+    "path out, from /": lambda run: run.rollout.engine == "openai" and not run.openai.weights_dir.startswith("/"),
+    "vllm.max_model_len: {vllm.max_model_len} is less than data.max_prompt_tokens {data.max_prompt_tokens} and "
+    "{found[0]}.max_response_tokens {found[1]} together; set it to {found[2]} or more, or "
+    "leave it out": _too_long_for_vllm,
+    "ref.engine: {ref.engine} divides a copy over ranks; set {found} to 2 or more, or ref.engine to hf": lambda run: (
+        run.roles.keys() & {"ref", "actor_fwd"}
+        and run.ref.ranks_per_copy == 1
+        and {"fsdp": "ref.shards", "megatron": "ref.megatron.tensor_parallel"}.get(run.ref.engine)
+    ),
+    "ref.engine: {ref.engine} needs role ref, whose ranks have the reference together; add it (--roles "
+    "...,ref:{ref.ranks_per_copy}), or set actor.tri_model, with which the actor's ranks have it, or "
+    "ref.engine to hf": lambda run: (
+        run.ref.engine in ("fsdp", "megatron")
+        and run.algorithm.kl_coef > 0
+        and not ("ref" in run.roles or run.actor.tri_model)
+    ),
+    "actor.engine: {actor.engine} trains no critic, which algorithm.name {algorithm.name} has; add role critic "
+    "(--roles ...,critic:N), where fsdp trains it, or set actor.engine to fsdp": lambda run: (
+        run.algorithm.has_critic and run.actor.engine != "fsdp" and "critic" not in run.roles
+    ),
+    "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to 0, or "
+    "tri_model to false": lambda run: run.actor.tri_model and run.algorithm.ref_update_interval,
+    # Data and rewards.
+    "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "
+    "with the ground truth; name the field, or a reward that needs none (module:function, "
+    "a URL, reward.model)": lambda run: (
+        run.data.ground_truth_field is None
+        and not (run.reward.is_users or run.reward.group_function or run.reward.model or run.rollout.is_own)
+    ),
+    "algorithm.group_filter: zero_variance cannot be used with reward.model, under which the rewards of a group are "
+    "practically never all equal; set it to null": lambda run: (
+        run.reward.model is not None and run.algorithm.group_filter == ZERO_VARIANCE
+    ),
+    "data.chat_template_options: are set, but data.chat_template is false; set that to true "
+    "or remove them": lambda run: run.data.chat_template_options and not (run.data.chat_template or run.rollout.is_own),
+    "data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {launcher.operation_timeout_s:g}, "
+    "after which the task source counts as stuck. Lower data.timeout_s "
+    "or raise launcher.operation_timeout_s": lambda run: (
+        (run.data.source is not None or run.data.sampler is not None)
+        and run.data.timeout_s >= run.launcher.operation_timeout_s
+    ),
+    # Rollouts of the user's own.
+    "deterministic: true cannot be used with {rollout.own_setting}, whose calls are sampled on arrival; set it to "
+    "false": lambda run: run.deterministic and run.rollout.is_own,
+    "{found}.max_tokens_per_micro_batch: is 0, but a rollout of {rollout.own_setting} can have any number of "
+    "samples; set it to the tokens that fit a forward-backward": lambda run: (
+        run.rollout.is_own and run.actor.engine != "sim" and _role_without_budget(run)
+    ),
+    "roles: 'reward' cannot be used with {rollout.own_setting}, whose rollouts are scored where they are made; leave "
+    "the role out": lambda run: run.rollout.is_own and "reward" in run.roles,
+}
+
+
+# How a step's samples divide over actor ranks and micro-batches; if they do not, which numbers would.
+
+
+def check_batch_sizes(config: RunConfig) -> None:
+    """Check that whole groups divide over actor ranks, mini-batches and micro-batches; errors name numbers that fit."""
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    ranks = config.actor.num_replicas(config.roles["actor"])
+    smallest = config.algorithm.min_group_size
+    if group_size < smallest and config.actor.engine != "sim":
+        raise ConfigError(
+            f"schedule.n_samples_per_prompt: {group_size} is too few for {config.algorithm.name} to compare; give "
+            f"{smallest} or more"
+        )
+    if groups % ranks:
+        fits = _either(groups - groups % ranks, groups - groups % ranks + ranks)
+        raise ConfigError(
+            f"schedule.rollout_batch_size: {groups} groups do not divide over {_trainers(config)}; use {fits} "
+            f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
+        )
+    updates, own = config.actor.num_mini_batches, groups // ranks
+    if own % updates:
+        raise ConfigError(
+            f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {own} groups per step "
+            f"({groups} groups over {_trainers(config)}); use {_either(*_nearest(updates, _divisors(own)))}"
+        )
+    samples = own // updates * group_size
+    _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
+    if "critic" in config.roles:
+        _check_critic(config)
+
+
+def _check_critic(config: RunConfig) -> None:
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    ranks, updates = config.roles["critic"], config.actor.num_mini_batches
+    if groups % (ranks * updates):
+        fitting = [number for number in _divisors(groups) if groups % (number * updates) == 0]
+        raise ConfigError(
+            f"roles: {groups} groups (schedule.rollout_batch_size) do not divide over critic:{ranks} and {updates} "
+            f"updates a step; use {_either(*_nearest(ranks, fitting))} critic ranks"
+        )
+    _check_micro_batches(config, groups // ranks // updates * group_size, "critic", config.critic.micro_batch_size)
+
+
+def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
+    updates = config.actor.num_mini_batches
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
+    if micro not in fitting:
+        per = "per step" if updates == 1 else f"per update, {updates} a step"
+        over = _trainers(config) if role == "actor" else f"{role}:{config.roles[role]}"
+        raise ConfigError(
+            f"{role}.micro_batch_size: {micro} does not divide a rank's {samples} samples {per} ({groups} groups x "
+            f"{group_size} responses over {over}) into whole or equally cut groups; "
+            f"use {_either(*_nearest(micro, fitting))}"
+        )
+
+
+def num_micro_batches(config: RunConfig) -> int:
+    """Return the number of micro-batches that one actor rank processes in one pass over a step."""
+    schedule = config.schedule
+    samples = schedule.rollout_batch_size * schedule.n_samples_per_prompt
+    return samples // (config.actor.num_replicas(config.roles["actor"]) * config.actor.micro_batch_size)
+
+
+def _kind(config: RunConfig) -> str:
+    return "actor ranks" if config.actor.engine != "megatron" else "replicas"
+
+
+def _trainers(config: RunConfig) -> str:
+    """Name what rows are divided over: ranks, or with megatron replicas of several ranks."""
+    ranks = config.roles["actor"]
+    if config.actor.engine != "megatron":
+        return f"actor:{ranks}"
+    return f"the {config.actor.num_replicas(ranks)} replicas of actor:{ranks}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _nearest(wanted: int, candidates: list[int]) -> tuple[int, int]:
+    """Return the nearest candidates below and above `wanted`; at either end, the same candidate twice."""
+    below = [size for size in candidates if size <= wanted] or candidates[:1]
+    above = [size for size in candidates if size >= wanted] or candidates[-1:]
+    return below[-1], above[0]
+
+
+def _either(low: int, high: int) -> str:
+    options = [str(number) for number in dict.fromkeys((low, high)) if number > 0]
+    return " or ".join(options)
