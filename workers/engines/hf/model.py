@@ -22,6 +22,7 @@ from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
 from workers.data.model_files import few_of
 from workers.engines.base import GenerateRequest, check_request
+from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.weights import HfWeights
 from workers.settings.rollout import SamplingConfig
 
@@ -230,13 +231,11 @@ def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
     return stored.shape == buffer.shape and bool((stored.to(buffer.dtype) == buffer.cpu()).all())
 
 
-@torch.no_grad()
 def read_weights(model: nn.Module, weights: HfWeights) -> None:
     """Fill all parameters of a model from files. Raises ConfigError if they lack weights, or hold others."""
     aliases = stored_names(model)
     check_stored(model, weights, aliases)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+    weights.fill(local_shards(model.named_parameters()), aliases)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
