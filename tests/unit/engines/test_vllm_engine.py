@@ -228,6 +228,7 @@ class FakeVllm(Adapter):
 
     name = "fake vllm"
     families = ()
+    sampling = {"temperature": 1.0}  # noqa: RUF012 - else its model would have to scale logits
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
