@@ -108,7 +108,7 @@ def test_what_vllm_calls_in_its_workers_is_there() -> None:
     ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm/vllm_worker.py"].values()
     called = {name: one for name, one in RECORDS["vllm"]["names"].items() if name.startswith(base)}
     for name in called.keys() - ours_to_call:
-        taken = parameters(worker, f"MailboxTransfer.{name.removeprefix(base)}")
+        taken = parameters(worker, f"SlotTransfer.{name.removeprefix(base)}")
         assert taken is not None, name
         assert taken[: len(called[name]["parameters"])] == called[name]["parameters"], name
 

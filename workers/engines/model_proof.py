@@ -220,9 +220,7 @@ class _Proof:
         aliases, weights = stored_names(model), HfWeights(self._dir)
         divide(model, init_device_mesh("cpu", (1,)), ActorConfig())
         materialize(model, _CPU)
-        with torch.no_grad():
-            for part in local_shards(model.named_parameters()):
-                part.values.copy_(weights.read_shard(part, aliases[part.name]))
+        weights.fill(local_shards(model.named_parameters()), aliases)
         actual_A = self._log_probs(model, self._samples, shared=True)
         actual_A.sum().backward()  # type: ignore[no-untyped-call]
         reshard(model)

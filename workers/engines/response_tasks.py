@@ -3,16 +3,23 @@
     caller's thread   submit ............ step: waits ....... <- finished responses, a token was drawn, or `wake`
     loop's thread       | coroutine ... token ... token ... done |
 
-For engines whose library or server speaks asyncio; knows nothing of models.
+`TaskEngine` is the base of engines whose library or server speaks asyncio.
 """
 
 import asyncio
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from asyncflow.errors import DeadlineExceeded
+from workers.data.model_files import eos_token_ids
+from workers.engines.base import GenerateRequest, Generation
+from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -144,3 +151,44 @@ class ResponseTasks(Generic[T]):
         cancelled = [task for task in others if task.cancelling()]
         if cancelled:
             await asyncio.wait(cancelled, timeout=_CLOSE_S)
+
+
+class TaskEngine(CheckedEngine):
+    """Common to engines that run each response as a task; reads only the JSON files in `model_dir`.
+
+    A subclass opens `_tasks`, after everything that can be refused without starting anything.
+    """
+
+    adopts_weights = False  # the model is in other processes
+    _tasks: ResponseTasks[Generation]
+
+    def __init__(self, model_dir: Path, model: ModelConfig, sampling: SamplingConfig, max_length: int | None) -> None:
+        self._eos = eos_token_ids(model_dir)
+        skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
+        super().__init__(skeleton, sampling, max_length)
+
+    @property
+    def num_running(self) -> int:
+        return self._tasks.num_running
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Wait until responses finish, some tokens were drawn, or `wake` is set; return those that finished.
+        Raises EngineFailed if the model's process or server is gone, or refused a request."""
+        return self._tasks.step(wake)
+
+    def cancel(self, ticket: int) -> None:
+        self._tasks.cancel(ticket)
+
+    def abort(self) -> None:
+        self._tasks.abort()
+
+    def _start(self, requests: Sequence[GenerateRequest]) -> None:
+        self._tasks.start([(request.ticket, self._response_to(request)) for request in requests])
+
+    def _end_tokens(self, request: GenerateRequest) -> list[int]:
+        """Return the tokens that end a response: the model's and the request's."""
+        return sorted({*self._eos, *request.stop_ids})
+
+    @abstractmethod
+    def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
+        """Return the coroutine that generates a response with the weights of now; cancelled, it drops the rest."""

@@ -1,4 +1,5 @@
-"""A model that several ranks share and none trains: its weights come as boxes or from files, and are written whole.
+"""A model that several ranks share and none trains: its weights come as boxes, from files or from the policy, and are
+written whole.
 
 Each rank holds parts of Hugging Face's tensors; it requests only these boxes from weight sync, and reads only their
 rows.
@@ -13,20 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weightsync.plan import Box, Need
-from workers.engines.base import LocalShard
-from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.base import LocalShard, TrainEngine
+from workers.engines.hf.weights import NO_ALIASES, HfWeights, write_weights
 from workers.rank.peers import gather, waiting_for_peers
 
 
 class SharedModel(ABC):
-    """One rank of the model; implements `FrozenEngine` except `log_probs`. Its ranks are those of the default group."""
+    """One rank of the model; implements `FrozenEngine` and `PolicyCopy` except `log_probs`. Its ranks are those of the
+    default group; `policy` is the engine whose weights `take` copies, divided alike."""
 
     adopts_weights = False
-    _aliases: Mapping[str, tuple[str, ...]] = {}  # other names of tied weights
+    _aliases: Mapping[str, Iterable[str]] = NO_ALIASES  # other names of tied weights
+
+    def __init__(self, policy: TrainEngine | None) -> None:
+        self._policy = policy
 
     @abstractmethod
     def shards(self) -> Iterable[LocalShard]:
         """Return this rank's pieces of all parameters, in a fixed order; views."""
+
+    def take(self) -> None:
+        """Copy the policy's current weights; each rank copies its own."""
+        assert self._policy is not None, "a frozen model follows no policy"
+        for own, source in zip(self.shards(), self._policy.shards(), strict=True):
+            own.values.copy_(source.values)
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs: one name per box, since a rank may hold several boxes of a tensor."""
@@ -35,19 +46,15 @@ class SharedModel(ABC):
             for number, shard in enumerate(self._held())
         }
 
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         for number, shard in enumerate(self._held()):
             shard.values.copy_(weights[f"{shard.name}[{number}]"].reshape(shard.values.shape))
 
-    @torch.no_grad()
     def read_weights(self, weights_dir: Path) -> None:
         """Read this rank's rows from files. Raises ConfigError if they lack weights, or hold others."""
         files = HfWeights(weights_dir)
         self._check_stored(files)
-        for shard in self._held():
-            rows = files.read_shard(shard, self._aliases.get(shard.name, ()))
-            shard.values.copy_(rows[(slice(None), *shard.box.slices[1:])].reshape(shard.values.shape))
+        files.fill(self._held(), self._aliases)
 
     def save_weights(self, target: Path) -> None:
         """Write whole weights as safetensors into `target`, which is created; collective, the first rank writes.

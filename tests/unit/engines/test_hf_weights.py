@@ -19,7 +19,7 @@ def test_weights_come_back_from_several_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     read = HfWeights(tmp_path)
     for name, tensor in weights.items():
-        assert read.read(name, (4, 5)).equal(tensor)
+        assert read.read_rows(name, (4, 5), 0, 4).equal(tensor)
         assert read.read_rows(name, (4, 5), 1, 3).equal(tensor[1:3])
         assert read.read_rows(name, (4, 5), 4, 4).shape == (0, 5)
     assert read.find("other", ("w3",)) == "w3" and read.dtype("w3") == torch.float32
@@ -28,7 +28,7 @@ def test_weights_come_back_from_several_files(tmp_path: Path) -> None:
 def test_wrong_shape_and_broken_file_are_named(tmp_path: Path) -> None:
     write_weights(tmp_path, {"w": (2,)}, lambda _: torch.zeros(2))
     with pytest.raises(ConfigError, match=r"weight w .* \(2,\).*\(3,\)"):
-        HfWeights(tmp_path).read("w", (3,))
+        HfWeights(tmp_path).read_rows("w", (3,), 0, 3)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"^critic.path: .*model\.safetensors is not a complete safetensors file"):
         HfWeights(tmp_path, key="critic.path")
@@ -40,7 +40,7 @@ def test_weights_are_those_of_the_model_whatever_lies_beside(tmp_path: Path) -> 
         save_file({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path / name)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     weights = HfWeights(tmp_path)
-    assert weights.read("w", (2,)).equal(torch.ones(2)) and "v" not in weights
+    assert weights.read_rows("w", (2,), 0, 2).equal(torch.ones(2)) and "v" not in weights
 
 
 def test_copy_of_a_directory_is_no_adapter(tmp_path: Path) -> None:

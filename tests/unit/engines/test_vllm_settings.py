@@ -1,9 +1,6 @@
-"""What the `vllm` engine decides without vLLM: log-probabilities, arguments, refusals; and its weights' way."""
+"""What the `vllm` engine decides without vLLM: log-probabilities, arguments, refusals."""
 
-import json
-import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,7 @@ from pydantic import ValidationError
 
 from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
-from weightsync.plan import Need
 from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.mailbox import Letter, MailboxReader, WeightMailbox
 from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs, process_variables
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -112,33 +107,3 @@ def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.Mon
             max_prompt_tokens=8,
             device=CPU,
         )
-
-
-def test_letter_carries_weights_to_another_process() -> None:
-    needs = {"a": Need((3, 5)), "b": Need((7,)), "scalar": Need(())}
-    mailbox = WeightMailbox(needs, torch.bfloat16)
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        weights = {name: torch.randn(need.shape) for name, need in needs.items()}
-        letter = mailbox.fill(weights)
-        expected = [[name, float(weight.bfloat16().double().sum())] for name, weight in weights.items()]
-        script = (
-            "import sys, json, torch\n"
-            "from workers.engines.vllm.mailbox import Letter, MailboxReader\n"
-            "letter = Letter(**json.loads(sys.argv[1]))\n"
-            "read = MailboxReader(torch.device('cpu')).read(letter)\n"
-            "print(json.dumps([[name, float(weight.double().sum())] for name, weight in read]))\n"
-        )
-        out = subprocess.run(
-            [sys.executable, "-c", script, json.dumps(asdict(letter))], capture_output=True, text=True, check=True
-        )
-        assert json.loads(out.stdout) == expected
-
-
-def test_reader_sees_what_is_written_next_without_mapping_again() -> None:
-    mailbox, reader = WeightMailbox({"a": Need((4,))}, torch.float32), MailboxReader(CPU)
-    for value in (1.0, 2.0):
-        letter: Letter = mailbox.fill({"a": torch.full((4,), value)})
-        ((name, weight),) = reader.read(letter)
-        assert name == "a" and weight.tolist() == [value] * 4
-    reader.close()

@@ -7,6 +7,7 @@ through a `Bfloat16Twin`.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ from workers.engines.hf.model import (
     stored_names,
     vocab_size,
 )
-from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
+from workers.engines.hf.weights import HfWeights, export_saved
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, PackedInputs, cut, response_log_probs, response_logits
+from workers.engines.packed_forward import InputsOfBatch, cut, response_log_probs, response_logits
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
@@ -89,7 +90,7 @@ class ShardedModel:
         else:
             shard(self._model, self._mesh, training)
             materialize(self._model, device)
-        self._load_weights(weights)
+        self._fill(local_shards(self._model.named_parameters()), weights)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=training.lr,
@@ -160,14 +161,8 @@ class ShardedModel:
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         return empty_causal_lm(self._model_dir, dtype=dtype, attention=PACKED_ATTENTION)
 
-    @torch.no_grad()
-    def _load_weights(self, weights: HfWeights) -> None:
-        for part in local_shards(self._model.named_parameters()):
-            self._load_shard(part, weights)
-        self._changed()
-
-    def _load_shard(self, shard: LocalShard, weights: HfWeights) -> None:
-        shard.values.copy_(weights.read_shard(shard, self._aliases[shard.name]))
+    def _fill(self, shards: Iterable[LocalShard], weights: HfWeights) -> None:
+        weights.fill(shards, self._aliases)
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
@@ -316,7 +311,6 @@ class FsdpEngine(ShardedModel):
     ) -> None:
         super().__init__(model_dir, actor, device=device, seed=seed)
         self._temperature = temperature
-        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpEngine":
@@ -325,12 +319,8 @@ class FsdpEngine(ShardedModel):
             setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=run.seed
         )
 
-    @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        inputs = self._inputs(batch)
-        log_probs_A, _ = response_log_probs(self._computing(), inputs, self._temperature)
-        reshard(self._model)
-        return log_probs_A[:0] if batch is None else log_probs_A
+        return _log_probs(self._computing(), self._inputs, batch, self._temperature)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         inputs = self._inputs(batch)
@@ -347,35 +337,41 @@ class FsdpEngine(ShardedModel):
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
-        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
-        copy_without_weights(self._model_dir, target)
-
-        def read(name: str) -> Tensor:
-            dtype = source.dtype(source.find(name, self._aliases[name]))
-            return tensors.read(f"model.{name}").to(dtype)
-
-        write_weights(target, self._shapes, read)
+        export_saved(saved, target, self._model_dir, self._aliases)
 
     def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
         copy = FsdpCopy(
-            self._model_dir, self._training, self._model, temperature=self._temperature, inputs=self._inputs
+            self._model_dir, self._training, temperature=self._temperature, device=self._device, policy=self
         )
         if initial:
             copy.read_weights(self._model_dir)
         return copy
 
 
-class _Scorer(SharedModel):
-    """A causal language model without an optimizer or initial weights, sharded over the default group like the policy.
+class FsdpCopy(SharedModel):
+    """Other weights of the policy: the reference, or the policy of an earlier step; implements `PolicyCopy`.
 
-    It uses the policy's computation type and kernels, so equal weights and inputs give bitwise equal log-probabilities.
-    Shards are kept in the computation type: under `autocast: bfloat16` the policy's are cast to it anyway.
+    It has no optimizer and no initial weights, and is sharded over the default group like the policy. It uses the
+    policy's computation type and kernels, so equal weights and inputs give bitwise equal log-probabilities. Shards are
+    kept in the computation type: under `autocast: bfloat16` the policy's are cast to it anyway.
     """
 
-    def __init__(self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        training: TrainingConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        policy: FsdpEngine | None = None,
+    ) -> None:
+        super().__init__(policy)
         self._temperature = temperature
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
         self._aliases = stored_names(self._model)
+        self._vocab_size = vocab_size(self._model)
+        own = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
+        self._inputs = own if policy is None else policy._inputs  # policy and copies pack a micro-batch only once
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shard(self._model, mesh, training.model_copy(update={"gradient_checkpointing": False}))
         materialize(self._model, device)
@@ -384,42 +380,14 @@ class _Scorer(SharedModel):
     def shards(self) -> Iterable[LocalShard]:
         return local_shards(self._model.named_parameters())
 
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        return _log_probs(self._model, self._inputs, batch, self._temperature)
+
     def _check_stored(self, weights: HfWeights) -> None:
         check_stored(self._model, weights, self._aliases)
 
-    @torch.no_grad()
-    def _score(self, inputs: PackedInputs) -> Tensor:
-        log_probs_A, _ = response_log_probs(self._model, inputs, self._temperature)
-        reshard(self._model)
-        return log_probs_A
 
-
-class FsdpCopy(_Scorer):
-    """Other weights of the policy: the reference, or the policy of an earlier step; implements `PolicyCopy`.
-
-    `take` copies the weights of the sharded model `policy`. `inputs` is shared, so that policy and copies pack each
-    micro-batch only once.
-    """
-
-    def __init__(
-        self, model_dir: Path, training: TrainingConfig, policy: nn.Module, *, temperature: float, inputs: InputsOfBatch
-    ) -> None:
-        super().__init__(model_dir, training, temperature=temperature, device=next(policy.parameters()).device)
-        self._policy = policy
-        self._inputs = inputs
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copy the policy's current weights; each rank copies its own shards."""
-        for target, source in zip(self.shards(), local_shards(self._policy.named_parameters()), strict=True):
-            target.values.copy_(source.values)
-
-    def log_probs(self, batch: Sequences | None) -> Tensor:
-        log_probs_A = self._score(self._inputs(batch))
-        return log_probs_A[:0] if batch is None else log_probs_A
-
-
-class FsdpFrozenModel(_Scorer):
+class FsdpFrozenModel(FsdpCopy):
     """A model that is not trained, sharded over ranks that split each batch; implements `FrozenEngine`.
 
     Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
@@ -430,8 +398,6 @@ class FsdpFrozenModel(_Scorer):
         self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
     ) -> None:
         super().__init__(model_dir, training, temperature=temperature, device=device)
-        self._vocab_size = vocab_size(self._model)
-        self._inputs = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
         self.read_weights(weights_dir)
 
     @staticmethod
@@ -444,11 +410,20 @@ class FsdpFrozenModel(_Scorer):
             weights_dir=setup.weights_dir or setup.model_dir,
         )
 
-    def log_probs(self, batch: Sequences) -> Tensor:
+    def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A]: each rank computes some of the samples, and all get the results of all.
         Raises BadRequest, see `check_sequences`; before any collective."""
+        assert batch is not None, "all ranks get the same batch"
         check_sequences(batch, vocab_size=self._vocab_size)
-        return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=lambda part: part.num_drawn)
+        return over_ranks(batch, super().log_probs, count=lambda part: part.num_drawn)
+
+
+@torch.no_grad()
+def _log_probs(model: nn.Module, inputs: InputsOfBatch, batch: Sequences | None, temperature: float) -> Tensor:
+    """See `TrainEngine.log_probs`."""
+    log_probs_A, _ = response_log_probs(model, inputs(batch), temperature)
+    reshard(model)
+    return log_probs_A[:0] if batch is None else log_probs_A
 
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"  # transformers' name for the head of a reward model or critic
@@ -492,11 +467,11 @@ class FsdpValueEngine(ShardedModel):
         built: nn.Module = model
         return built
 
-    def _load_shard(self, shard: LocalShard, weights: HfWeights) -> None:
-        if shard.name != self._head:
-            super()._load_shard(shard, weights)
-        elif _STORED_HEAD in weights:
-            start = shard.box.offset[0]
-            shard.values.copy_(weights.read_rows(_STORED_HEAD, shard.shape, start, start + shard.box.size[0]))
-        else:
-            shard.values.zero_()
+    def _fill(self, shards: Iterable[LocalShard], weights: HfWeights) -> None:
+        for shard in shards:
+            if shard.name != self._head:
+                super()._fill([shard], weights)
+            elif _STORED_HEAD in weights:
+                super()._fill([replace(shard, name=_STORED_HEAD)], weights)
+            else:
+                shard.values.zero_()

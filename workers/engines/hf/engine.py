@@ -25,19 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
-from weightsync.plan import Need
 from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
+from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.hf.lanes import KeyShape, Lane, alike
-from workers.engines.hf.model import (
-    DTYPES,
-    check_weights,
-    empty_causal_lm,
-    materialize,
-    replace_weights,
-    vocab_size,
-    weight_needs,
-)
+from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm, materialize, replace_weights
 from workers.engines.packed_attention import alike_attention
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -350,7 +341,7 @@ def _buckets(documents: list[tuple[tuple[int, ...], list[Response]]], entries: l
     return tuple(Bucket(length, tuple(together)) for length, together in by_length.items())
 
 
-class HfEngine:
+class HfEngine(CheckedEngine):
     """Generates responses with transformers; implements `GenerateEngine`.
 
     Built without weights (only the JSON files in `model_dir` are read), so `load_weights` must come before `submit`.
@@ -358,16 +349,13 @@ class HfEngine:
     """
 
     def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
-        self._sampling = sampling
         self._device = device
         model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=STEP_ATTENTION)
         materialize(model, device)
         self._model = cast(Any, model.requires_grad_(False))
         self._parameters = dict(self._model.named_parameters())
-        self._vocab_size = vocab_size(self._model)
-        self._max_length = max_positions(model_dir)
+        super().__init__(model, sampling, max_positions(model_dir))
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
-        self._loaded = False
         size = sampling.batch_size, sampling.max_response_tokens
         self._uniforms_SM = torch.zeros(size, device=device)
         self._responses_SM = torch.zeros(size, dtype=torch.int64, device=device)
@@ -395,21 +383,8 @@ class HfEngine:
     def num_running(self) -> int:
         return self._sampling.batch_size - len(self._free)
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses; the next step computes their prompts. Raises BadRequest, see `GenerateEngine.submit`."""
-        assert self._loaded, "submit() before load_weights()"
-        assert len(requests) <= self.free_slots
-        for request in requests:
-            check_request(
-                request,
-                vocab_size=self._vocab_size,
-                max_length=self._max_length,
-                max_response_tokens=self._sampling.max_response_tokens,
-            )
+    def _start(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue responses; the next step computes their prompts."""
         for request in requests:
             response = Response(request, self._free.pop(), request.prompt_P.tolist())
             # From the seed alone: a reissued row draws the same numbers, whatever else is in its batch.
@@ -433,19 +408,12 @@ class HfEngine:
         self._batch.clear()
         self._free = list(reversed(range(self._sampling.batch_size)))
 
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names). Responses may be running only if the engine is `interruptible`.
-        Raises PlanError if a weight is missing, unknown, or of another shape; nothing was replaced."""
-        check_weights(weight_needs(self._model), weights)
+    def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
         self._batch.forget_prompts()
         if self._sampling.on_swap == "recompute":
             # The version stamped on a token is then exactly that of the weights behind its log-probability.
             self._batch.enter_again()
-        self._loaded = True
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return weight_needs(self._model)
 
     def close(self) -> None:
         self.abort()

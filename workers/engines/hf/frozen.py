@@ -137,8 +137,7 @@ class RewardModel:
         self._model = model.requires_grad_(False)
         self._vocab_size = vocab_size(model)
         self._padding = model.config.get_text_config().pad_token_id
-        for part in local_shards(model.named_parameters()):
-            part.values.copy_(weights.read_shard(part, aliases[part.name]))
+        weights.fill(local_shards(model.named_parameters()), aliases)
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:

@@ -6,7 +6,8 @@ trainer. Reads config.json; opens weight files only to check or fill a model.
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from transformers.core_model_loading import WeightRenaming
 
 from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
+from workers.data.model_files import few_of
+from workers.engines.base import GenerateRequest, check_request
+from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.weights import HfWeights
+from workers.settings.rollout import SamplingConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -124,16 +129,59 @@ def vocab_size(model: nn.Module) -> int:
     return int(known.get_input_embeddings().num_embeddings)
 
 
-def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> None:
-    """Raise PlanError if a weight is missing, unknown, or of another shape."""
-    missing, unknown = needs.keys() - weights.keys(), weights.keys() - needs.keys()
-    if missing or unknown:
-        raise PlanError(f"weights do not fit the model: missing {_few(missing)}, unknown {_few(unknown)}")
-    for name, need in needs.items():
-        if tuple(weights[name].shape) != need.shape:
-            raise PlanError(
-                f"weight {name}: its shape is {tuple(weights[name].shape)}, but the model's is {need.shape}"
+class CheckedEngine(ABC):
+    """Common to the engines that generate with a model of transformers: refuses wrong requests and weights before it
+    does anything. `max_length`: see `check_request`."""
+
+    def __init__(self, model: nn.Module, sampling: SamplingConfig, max_length: int | None) -> None:
+        self._sampling = sampling
+        self._needs = weight_needs(model)
+        self._vocab_size = vocab_size(model)
+        self._max_length = max_length
+        self._loaded = False
+
+    @property
+    @abstractmethod
+    def num_running(self) -> int:
+        """See `GenerateEngine`."""
+
+    @property
+    def free_slots(self) -> int:
+        return self._sampling.batch_size - self.num_running
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        assert self._loaded, "submit() before load_weights()"
+        assert len(requests) <= self.free_slots
+        for request in requests:
+            check_request(
+                request,
+                vocab_size=self._vocab_size,
+                max_length=self._max_length,
+                max_response_tokens=self._sampling.max_response_tokens,
             )
+        self._start(requests)
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """See `GenerateEngine`. Raises PlanError if a weight is missing, unknown, or of another shape; nothing was
+        replaced."""
+        missing, unknown = self._needs.keys() - weights.keys(), weights.keys() - self._needs.keys()
+        if missing or unknown:
+            lacks, others = (few_of(names) or "none" for names in (missing, unknown))
+            raise PlanError(f"weights do not fit the model: missing {lacks}, unknown {others}")
+        for name, need in self._needs.items():
+            if (shape := tuple(weights[name].shape)) != need.shape:
+                raise PlanError(f"weight {name}: its shape is {shape}, but the model's is {need.shape}")
+        self._replace_weights(weights, adopt=adopt)
+        self._loaded = True
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return self._needs
+
+    @abstractmethod
+    def _start(self, requests: Sequence[GenerateRequest]) -> None: ...
+
+    @abstractmethod
+    def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None: ...
 
 
 @torch.no_grad()
@@ -183,13 +231,11 @@ def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
     return stored.shape == buffer.shape and bool((stored.to(buffer.dtype) == buffer.cpu()).all())
 
 
-@torch.no_grad()
 def read_weights(model: nn.Module, weights: HfWeights) -> None:
     """Fill all parameters of a model from files. Raises ConfigError if they lack weights, or hold others."""
     aliases = stored_names(model)
     check_stored(model, weights, aliases)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+    weights.fill(local_shards(model.named_parameters()), aliases)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -197,11 +243,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     # transformers models declare the classes of these blocks as indivisible.
     indivisible = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in indivisible]
-
-
-def _few(names: Set[str]) -> str:
-    shown = sorted(names)[:3]
-    return " ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "") or "none"
 
 
 # Serializes builds, since each one patches `register_parameter` and restores it afterwards.

@@ -32,6 +32,7 @@ from workers.data.model_files import (
 )
 from workers.engines.base import LocalShard
 
+NO_ALIASES: Mapping[str, Iterable[str]] = {}
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
 
 
@@ -111,14 +112,14 @@ class HfWeights:
         rows: Tensor = piece[start:stop] if shape else piece[...]
         return rows
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole weight in the file's element type; errors as in `read_rows`."""
-        return self.read_rows(name, shape, 0, shape[0] if shape else 1)
-
-    def read_shard(self, shard: LocalShard, aliases: Iterable[str]) -> Tensor:
-        """Return the rows of a shard that is whole in its other dimensions; errors as in `find` and `read_rows`."""
-        start = shard.box.offset[0]
-        return self.read_rows(self.find(shard.name, aliases), shard.shape, start, start + shard.box.size[0])
+    def fill(self, shards: Iterable[LocalShard], aliases: Mapping[str, Iterable[str]] = NO_ALIASES) -> None:
+        """Read the values of shards, only their rows; errors as in `find` and `read_rows`."""
+        for shard in shards:
+            rows, *columns = shard.box.slices or (slice(0, 1),)
+            name = self.find(shard.name, aliases.get(shard.name, ()))
+            values = self.read_rows(name, shard.shape, rows.start, rows.stop)
+            part = values[(slice(None), *columns)] if columns else values
+            shard.values.copy_(part.reshape(shard.values.shape))
 
     def read_whole(self, name: str) -> Tensor:
         """Return a tensor, whatever its shape."""
@@ -205,6 +206,20 @@ def write_weights(
     if len(groups) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (target / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def export_saved(saved: Path, target: Path, model_dir: Path, aliases: Mapping[str, Iterable[str]]) -> None:
+    """Write the weights named in `aliases` of a saved state as a Hugging Face directory, in the element type of the
+    files in `model_dir`, whose other files are copied; see `TrainEngine.export_hf`."""
+    source, tensors = HfWeights(model_dir), SavedTensors(saved)
+    copy_without_weights(model_dir, target)
+
+    def read(name: str) -> Tensor:
+        dtype = source.dtype(source.find(name, aliases[name]))
+        return tensors.read(f"model.{name}").to(dtype)
+
+    shapes = tensors.shapes("model.")
+    write_weights(target, {name: shapes[name] for name in aliases}, read)
 
 
 def _readable(directory: Path) -> int:

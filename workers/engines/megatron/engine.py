@@ -39,7 +39,7 @@ from workers.engines.base import (
     decay,
     decays,
 )
-from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
+from workers.engines.hf.weights import HfWeights, export_saved
 from workers.engines.megatron.megatron_context import TokenShare
 from workers.engines.megatron.megatron_model import (
     MegatronParts,
@@ -109,8 +109,10 @@ class MegatronForward:
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
 
-        Keeps what `backward` needs if gradients are enabled. Without `entropy` the second result is empty.
+        Keeps what `backward` needs if gradients are enabled. Without `entropy` the second result is empty. Raises
+        BadRequest, see `check_sequences`.
         """
+        check_sequences(batch, vocab_size=self._geometry.vocab_size)
         sending, passed = [], []
         for piece in [self._share(piece) for piece in cut(batch, self._num_pieces)]:
             passed.append(self._forward_piece(piece, entropy))
@@ -121,6 +123,13 @@ class MegatronForward:
             work.wait()
         self._passed = passed if torch.is_grad_enabled() else []
         return self._shared(passed, entropy)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """See `TrainEngine.log_probs`; on every rank of the replica."""
+        if batch is None:
+            return torch.empty(0, device=self._device)
+        return self.forward(batch, entropy=False)[0]
 
     def backward(self, gradient_A: Tensor, entropy_gradient_A: Tensor | None = None) -> None:
         """Accumulate the parameters' gradients for the last `forward`, from those of its results."""
@@ -292,20 +301,13 @@ class MegatronEngine:
     def optimizer_updates(self) -> int:
         return self._updates.number
 
-    @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A] on every rank of the replica; [0] for a replica without rows.
-        Raises BadRequest, see `check_sequences`."""
-        if batch is None:
-            return torch.empty(0, device=self._device)
-        check_sequences(batch, vocab_size=self._model.vocab_size)
-        return self._forward.forward(batch, entropy=False)[0]
+        return self._forward.log_probs(batch)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Accumulate gradients of `loss`, which every rank of the replica evaluates on the same values."""
         if batch is None:
             return
-        check_sequences(batch, vocab_size=self._model.vocab_size)
         log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
         # Cut the graph here: `forward` returns broadcast values, and `backward` runs the pipeline itself.
         log_probs_A, entropy_A = log_probs_A.clone().requires_grad_(), entropy_A.clone().requires_grad_()
@@ -354,27 +356,31 @@ class MegatronEngine:
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
-        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
-        copy_without_weights(self._model_dir, target)
-        shapes = tensors.shapes("model.")
-        write_weights(target, shapes, lambda name: tensors.read(f"model.{name}").to(source.dtype(name)))
+        export_saved(saved, target, self._model_dir, _hf_names(self._parts))
 
     def open_copy(self, *, initial: bool = False) -> "MegatronCopy":
         actor = self._actor.model_copy(update={"gradient_checkpointing": False})
         parts = build_network(self._model, actor, self._parts.layout, self._parts.context)
-        copy = MegatronCopy(self._parts, parts, actor, temperature=self._temperature, device=self._device)
+        copy = MegatronCopy(parts, actor, temperature=self._temperature, device=self._device, policy=self)
         if initial:
             copy.read_weights(self._model_dir)
         return copy
 
 
-class _Scorer(SharedModel):
-    """A model without an optimizer, divided like the engine's, with the same layers and kernels."""
+class MegatronCopy(SharedModel):
+    """Other weights of the policy, divided like it, with the same layers and kernels; implements `PolicyCopy`."""
 
-    def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: MegatronParts,
+        actor: ActorConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        policy: MegatronEngine | None = None,
+    ) -> None:
+        super().__init__(policy)
         self._parts = parts
-        self._device = device
-        self._vocab_size = parts.geometry.vocab_size
         self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
         with torch.no_grad():
             for parameter in parts.network.parameters():
@@ -383,41 +389,14 @@ class _Scorer(SharedModel):
     def shards(self) -> Iterator[LocalShard]:
         return _shards(self._parts)
 
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        return self._forward.log_probs(batch)
+
     def _check_stored(self, weights: HfWeights) -> None:
         _check_stored(self._parts, weights)
 
-    @torch.no_grad()
-    def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
-        if batch is None:
-            return torch.empty(0, device=self._device)
-        check_sequences(batch, vocab_size=self._vocab_size)
-        return self._forward.forward(batch, entropy=False)[0]
 
-
-class MegatronCopy(_Scorer):
-    """Other weights of the policy; implements `PolicyCopy`. `take` copies those of `policy`."""
-
-    def __init__(
-        self,
-        policy: MegatronParts,
-        parts: MegatronParts,
-        actor: ActorConfig,
-        *,
-        temperature: float,
-        device: torch.device,
-    ) -> None:
-        super().__init__(parts, actor, temperature=temperature, device=device)
-        self._policy = policy
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copy the policy's current weights; each rank copies its own."""
-        for own, source in zip(self._parts.network.parameters(), self._policy.network.parameters(), strict=True):
-            own.copy_(source)
-
-
-class MegatronFrozenModel(_Scorer):
+class MegatronFrozenModel(MegatronCopy):
     """A model that is not trained, spread over all ranks of the default group; implements `FrozenEngine`.
 
     Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the model is of another
@@ -461,9 +440,12 @@ def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
 
 def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
     """Refuse files with tensors that the model would not use; see `HfWeights.check_used`."""
+    weights.check_used(_hf_names(parts), model="Megatron's model", ignored=re.compile(r"rotary_emb\.inv_freq"))
+
+
+def _hf_names(parts: MegatronParts) -> dict[str, tuple[str, ...]]:
     config = parts.network.config
-    names = hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
-    weights.check_used(names, model="Megatron's model", ignored=re.compile(r"rotary_emb\.inv_freq"))
+    return hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -505,11 +487,11 @@ class MegatronState:
     def read_weights(self, weights: HfWeights) -> None:
         """Read this rank's boxes from safetensors; collective over replicas.
         Raises ConfigError if a weight is missing or has another shape."""
-        for run in self._runs:
-            for flat in run.boxes:
-                rows, *columns = flat.box.slices
-                values = weights.read_rows(weights.find(flat.name), flat.shape, rows.start, rows.stop)
-                flat.of(run.main.detach()).copy_(values[:, columns[0]] if columns else values)
+        weights.fill(
+            LocalShard(flat.name, flat.shape, flat.box, flat.of(run.main.detach()))
+            for run in self._runs
+            for flat in run.boxes
+        )
         self._publish()
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,22 +4,20 @@ import asyncio
 import logging
 import re
 import shutil
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from asyncflow.errors import ConfigError, EngineFailed
-from weightsync.plan import Need
 from workers.calls.pool import CallPool
-from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
-from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
+from workers.data.model_files import max_positions
+from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.hf.model import DTYPES
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.engines.openai.openai_server import Completion, OpenAIServer, ServedWeights, open_updates, pauses
-from workers.engines.response_tasks import ResponseTasks
+from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.stop_strings import StopStrings
 from workers.settings.openai import OpenAIConfig, read_api_key
 from workers.settings.rollout import SamplingConfig
@@ -38,34 +36,27 @@ _DIRECTORY = re.compile(r"load_(\d{6,})")
 _KEPT = 2  # weight directories to keep: a server may still be reading the last but one
 
 
-class OpenAIEngine:
+class OpenAIEngine(TaskEngine):
     """Has servers generate responses; implements `GenerateEngine`.
 
-    The servers must be running. Only the JSON files in `model_dir` are read; weights are written in `model.dtype`.
+    The servers must be running. Weights are written in `model.dtype`.
 
     Raises:
         ConfigError: the settings would make log-probabilities wrong.
         EngineFailed: a server does not answer.
     """
 
-    adopts_weights = False
     interruptible = False
 
     def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
         check_sampling(config, sampling)
+        super().__init__(model_dir, model, sampling, max_positions(model_dir))
         self._model_dir = model_dir
         self._config = config
-        self._sampling = sampling
-        self._eos = list(eos_token_ids(model_dir))
-        skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
-        self._needs = weight_needs(skeleton)
         self._dtype = DTYPES[model.dtype]
-        self._vocab_size = vocab_size(skeleton)
-        self._max_length = max_positions(model_dir)
-        self._loaded = False
         self._updates: CallPool | None = None
         self.version = 0
-        self._tasks: ResponseTasks[Generation] = ResponseTasks("openai")
+        self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
@@ -78,50 +69,15 @@ class OpenAIEngine:
     def of_run(setup: EngineSetup) -> "OpenAIEngine":
         return OpenAIEngine(setup.model_dir, setup.run.model, setup.run.openai, sampling=setup.sampling)
 
-    @property
-    def num_running(self) -> int:
-        return self._tasks.num_running
-
-    @property
-    def free_slots(self) -> int:
-        return self._sampling.batch_size - self._tasks.num_running
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        assert self._loaded, "submit() before load_weights()"
-        assert len(requests) <= self.free_slots
-        for request in requests:
-            check_request(
-                request,
-                vocab_size=self._vocab_size,
-                max_length=self._max_length,
-                max_response_tokens=self._sampling.max_response_tokens,
-            )
-        self._tasks.start([(request.ticket, self._generate(request, self.version)) for request in requests])
-
-    def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until responses finish, some tokens arrived, or `wake` is set; return those that finished.
-        Raises EngineFailed if a server refused a request, or stays away."""
-        return self._tasks.step(wake)
-
-    def cancel(self, ticket: int) -> None:
-        """Forget a response; the closed connection tells the server."""
-        self._tasks.cancel(ticket)
-
-    def abort(self) -> None:
-        self._tasks.abort()
-
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Write all weights (HF names) and have every server take them. Not while responses run.
+    def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
+        """Write all weights and have every server take them. Not while responses run.
 
         Raises:
-            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
             EngineFailed: a server did not take them.
             UserCodeFailed: the user's function raised, or did not return in time.
         """
         assert not self.num_running, "load_weights() while responses run"
-        check_weights(self._needs, weights)
         directory = self._write(weights)
-        self._loaded = True
         config = self._config
         if config.update == "vllm":
             # `ServedWeights.take` makes four requests per attempt.
@@ -131,9 +87,6 @@ class OpenAIEngine:
         if self._updates is None:
             self._updates = open_updates(config)
         self._updates.call(str(directory), on=f"the weights in {directory}")
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return self._needs
 
     def close(self) -> None:
         """Close all connections; idempotent. The servers continue with the weights they have."""
@@ -160,11 +113,14 @@ class OpenAIEngine:
             for url in config.urls
         ]
 
+    def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
+        return self._generate(request, self.version)
+
     async def _generate(self, request: GenerateRequest, version: int) -> Generation:
         number = request.index % len(self._servers)  # one server per row: later turns hit its prefix cache
         server, weights = self._servers[number], self._weights[number]
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
-        ends = sorted({*self._eos, *request.stop_ids})
+        ends = self._end_tokens(request)
         body = {
             "model": self._served,
             "prompt": request.prompt_P.tolist(),

@@ -1,9 +1,9 @@
 """vLLM as the generation engine: `AsyncLLM` with continuous batching, its engine core in a separate process."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import EngineFailed
-from weightsync.plan import Need
+from weightsync.plan import TensorSpec, TransferPlan
 from weightsync.receiver import Following
+from weightsync.slot_memory import Region, RegionLayout, SlotMemory
 from weightsync.version import Version
-from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
-from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
-from workers.engines.response_tasks import ResponseTasks
-from workers.engines.vllm.mailbox import WeightMailbox
+from workers.data.model_files import max_positions
+from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import VllmProcess, engine_arguments, max_length, plan_log_probs
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -29,7 +28,7 @@ from workers.settings.vllm import VllmConfig
 #     rollout process                                        vLLM's engine process (ends with the rollout)
 #     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
-#     load_weights: copy to shared memory, pause, resume ..  read, load layer by layer (outside of a run, in evaluation)
+#     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation, older vLLMs)
 #
 # Running responses continue with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM
 # reports which version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps only the cache of
@@ -39,22 +38,11 @@ _SHUTDOWN_S = 1.0  # how long vLLM's process may take to end on its own
 _STREAM_TOKENS = 8  # tokens of a response between two signs of progress
 
 
-@dataclass(frozen=True)
-class _Response:
-    """What vLLM returned for a request."""
-
-    request: GenerateRequest
-    tokens: list[int]
-    log_probs: list[float]  # one per token
-    truncated: bool  # cut at the request's limit
-    spans: list[tuple[int, int]]  # (number of the load whose weights drew them, tokens), in order
-
-
-class VllmEngine:
+class VllmEngine(TaskEngine):
     """Generates responses with vLLM; implements `GenerateEngine`.
 
-    Starts vLLM's process with random weights (only the JSON files in `model_dir` are read), so `load_weights` must come
-    before `submit`. Set `joins_groups` if its ranks are going to `follow`.
+    Starts vLLM's process with random weights, so `load_weights` or `load_held` must come before `submit`. Set
+    `joins_groups` if its ranks are going to `follow`.
 
     Raises:
         ConfigError: vLLM is missing, or refuses the settings.
@@ -72,26 +60,26 @@ class VllmEngine:
         device: torch.device,
         joins_groups: bool = False,
     ) -> None:
-        self._sampling = sampling
+        max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
+        super().__init__(model_dir, model, sampling, max_len)
         self._config = config
-        self._eos = list(eos_token_ids(model_dir))
         self._plan = plan_log_probs(sampling)
-        skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
-        self._needs = weight_needs(skeleton)
-        self._vocab_size = vocab_size(skeleton)
-        self._max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
-        self._mailbox = WeightMailbox(self._needs, getattr(torch, config.dtype or model.dtype))
+        dtype = config.dtype or model.dtype
+        tensors = {name: TensorSpec(need.shape, dtype) for name, need in self._needs.items()}
+        self._layout = RegionLayout(TransferPlan(1, tensors, ()))
+        # Reserved by the first `load_weights`, which most runs never call.
+        self._slot: SlotMemory | None = None
         # Number of a load -> its version. vLLM labels tokens while weights are still loading, when the engine does not
         # know their version yet; it is filled in when a response is handed out.
         self._versions: dict[int, int] = {}
         self._load_number = self._begun_load = 0
         self.version = 0
         arguments = engine_arguments(
-            model_dir, model, config, self._plan, max_len=self._max_len, num_slots=sampling.batch_size, device=device
+            model_dir, model, config, self._plan, max_len=max_len, num_slots=sampling.batch_size, device=device
         )
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
-        self._tasks: ResponseTasks[_Response] = ResponseTasks("vllm")
+        self._tasks = ResponseTasks("vllm")
         self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
         process.connected()
 
@@ -116,10 +104,6 @@ class VllmEngine:
         self._versions[self._load_number] = version
 
     @property
-    def adopts_weights(self) -> bool:
-        return False  # vLLM keeps weights in a layout of its own
-
-    @property
     def interruptible(self) -> bool:
         """Whether responses continue with new weights, as `rollout.on_swap` says; never with an older vLLM."""
         return self._tells_versions and self._sampling.on_swap != "finish"
@@ -131,46 +115,11 @@ class VllmEngine:
 
         return "weight_versions" in {field.name for field in fields(CompletionOutput)}
 
-    @property
-    def num_running(self) -> int:
-        return self._tasks.num_running
-
-    @property
-    def free_slots(self) -> int:
-        return self._sampling.batch_size - self._tasks.num_running
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        assert self._load_number, "submit() before load_weights()"
-        assert len(requests) <= self.free_slots
-        for request in requests:
-            check_request(
-                request,
-                vocab_size=self._vocab_size,
-                max_length=self._max_len,
-                max_response_tokens=self._sampling.max_response_tokens,
-            )
-        self._tasks.start([(request.ticket, self._generate(request, self._load_number)) for request in requests])
-
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until responses finish, some tokens were drawn, or `wake` is set; return those that finished.
-        Raises EngineFailed if vLLM's process ended, or refused a request."""
-        return [self._generation(response) for response in self._tasks.step(wake)]
-
-    def cancel(self, ticket: int) -> None:
-        self._tasks.cancel(ticket)
-
-    def abort(self) -> None:
-        self._tasks.abort()
-
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names); running responses wait meanwhile, then continue.
-
-        Raises:
-            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
-            EngineFailed: vLLM could not load them; it must be restarted.
-        """
-        check_weights(self._needs, weights)
-        self._load(self._mailbox.fill(weights).as_dict())
+        finished = super().step(wake)
+        for each in finished:
+            each.versions_R.apply_(self._versions.__getitem__)  # its task knew only the numbers of loads
+        return finished
 
     @property
     def num_ranks(self) -> int:
@@ -190,10 +139,8 @@ class VllmEngine:
 
     def load_held(self) -> None:
         self._load({})
+        self._loaded = True
         self._call_ranks("let_weights_go")
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return self._needs
 
     def close(self) -> None:
         if self._llm is not None:
@@ -203,9 +150,23 @@ class VllmEngine:
             self._tasks.close()
             self._llm = None
 
-    def _load(self, letter: dict[str, object]) -> None:
+    def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
+        """Copy weights to shared memory for vLLM's ranks; running responses wait meanwhile, then continue.
+
+        Raises:
+            WeightSyncError: shared memory is exhausted.
+            EngineFailed: vLLM could not load them; it must be restarted.
+        """
+        if self._slot is None:
+            self._slot = SlotMemory(self._layout.num_bytes)
+        copy = Region(self._slot.memory, self._layout)
+        for number, name in enumerate(self._layout.plan.names):
+            copy.tensor(number).copy_(weights[name])
+        self._load({"offer": msgspec.to_builtins(self._slot.offer)})
+
+    def _load(self, update: dict[str, object]) -> None:
         number = self._load_number + 1
-        swap = self._swap(letter, number)
+        swap = self._swap(update, number)
         self._tasks.run(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
         if not self._tasks.num_running:
             self._versions = {}
@@ -226,11 +187,16 @@ class VllmEngine:
     async def _prepare(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale})
+        tensors = msgspec.to_builtins(self._layout.plan.tensors)
+        request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors})
         await self._llm.init_weight_transfer_engine(request)
 
-    async def _generate(self, request: GenerateRequest, load_number: int) -> _Response:
-        """Generate one response; if the task is cancelled, or a stop string completes, vLLM drops the rest."""
+    def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
+        return self._generate(request, self._load_number)
+
+    async def _generate(self, request: GenerateRequest, load_number: int) -> Generation:
+        """Return one response, with numbers of loads for versions. If the task is cancelled, or a stop string
+        completes, vLLM drops the rest."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # The salt prevents cache hits on prompts that other weights computed.
@@ -247,12 +213,13 @@ class VllmEngine:
                         break
                     num_seen = len(completion.token_ids)
                 tokens = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
-                return _Response(
-                    request=request,
+                spans = _spans(getattr(completion, "weight_versions", None), len(tokens), load_number)
+                return Generation.of(
+                    request,
                     tokens=tokens,
                     log_probs=list(completion.logprobs.logprobs),
+                    versions=[load for load, size in spans for _ in range(size)],
                     truncated=completion.finish_reason == "length",
-                    spans=_spans(getattr(completion, "weight_versions", None), len(tokens), load_number),
                 )
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
@@ -280,7 +247,7 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=request.limit(sampling.max_response_tokens),
             ignore_eos=True,  # the tokenizer's end token; `stop_token_ids` decides
-            stop_token_ids=sorted({*self._eos, *request.stop_ids}),
+            stop_token_ids=self._end_tokens(request),
             logprobs=0,  # of the drawn token only
             flat_logprobs=True,
             detokenize=False,  # stop strings are found by `_is_over`
@@ -289,7 +256,7 @@ class VllmEngine:
             skip_clone=True,
         )
 
-    async def _swap(self, letter: dict[str, object], number: int) -> None:
+    async def _swap(self, update: dict[str, object], number: int) -> None:
         # From here on tokens may come from the new weights, which `_is_over` must know.
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -298,22 +265,12 @@ class VllmEngine:
             await self._llm.pause_generation(mode="keep", clear_cache=self._sampling.on_swap != "keep")
             if self._tells_versions:
                 await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=letter))
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
             if self._tells_versions:
                 await self._llm.finish_weight_update(weight_version=str(number))
             await self._llm.resume_generation()
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
-
-    def _generation(self, response: _Response) -> Generation:
-        versions = [self._versions[load] for load, size in response.spans for _ in range(size)]
-        return Generation.of(
-            response.request,
-            tokens=response.tokens,
-            log_probs=response.log_probs,
-            versions=versions,
-            truncated=response.truncated,
-        )
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:

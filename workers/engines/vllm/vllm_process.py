@@ -21,13 +21,13 @@ from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from asyncflow.process import PR_SET_PDEATHSIG, variables_set
-from workers.engines.vllm.mailbox import BACKEND
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
 # Imported by vLLM in each of its worker processes.
 WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
+BACKEND = "asyncflow"  # the weight transfer engine that they register
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
 _LONGEST_SOCKET = 107  # bytes in the name of a Unix socket

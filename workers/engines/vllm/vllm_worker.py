@@ -1,7 +1,7 @@
 """Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncflow.process import die_with_parent, keep_freed_memory
+from weightsync.plan import TensorSpec, TransferPlan
 from weightsync.receiver import Following, RankReceiver
+from weightsync.slot_memory import Region, RegionLayout, SlotMappings, SlotOffer
 from weightsync.version import Version
-from workers.engines.vllm.mailbox import BACKEND, Letter, MailboxReader
+from workers.engines.vllm.vllm_process import BACKEND
 
 # vLLM imports this module as its worker extension (`worker_extension_cls`) before it builds the model; that registers
-# the weight transfer engine `asyncflow`, which vLLM calls like any other: start_weight_update, update_weights with a
-# `Letter` (or with nothing, for the version that is held), finish_weight_update. Layers are loaded one by one and
+# the weight transfer engine `asyncflow`, which vLLM calls like any other: start_weight_update, update_weights with the
+# rollout's slot (or with nothing, for the version that is held), finish_weight_update. Layers are loaded one by one and
 # converted to the kernels' layout, as when the model was first loaded.
 
 _CPU = torch.device("cpu")
@@ -32,7 +34,7 @@ _CPU = torch.device("cpu")
 class AsyncFlowWorker:
     """The worker extension: methods that the rollout calls in every rank. See `RanksEngine`."""
 
-    weight_transfer_engine: "MailboxTransfer"
+    weight_transfer_engine: "SlotTransfer"
 
     def follow_weights(self, following: dict[str, Any]) -> None:
         """Receive weights from now on."""
@@ -48,31 +50,25 @@ class AsyncFlowWorker:
 
 
 @dataclass
-class MailboxInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Settings that are sent once."""
 
     logits_scale: float = 1.0  # the model multiplies its logits by it
+    tensors: dict[str, Any] = field(default_factory=dict)  # name -> `TensorSpec`: of the rollout's slot, in its order
 
 
 @dataclass
-class MailboxUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The fields of a `Letter`; without names the ranks load the version they hold."""
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What to load."""
 
-    pid: int = 0
-    fd: int = 0
-    num_bytes: int = 0
-    token: str = ""
-    names: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    offer: dict[str, Any] | None = None  # the rollout's slot (`SlotOffer`); None: the version that the ranks hold
 
 
-class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Loads the weights in the rollout's `WeightMailbox`, or those that its own receiver holds."""
+class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Loads the weights in a slot of the rollout's, or those that its own receiver holds."""
 
-    init_info_cls = MailboxInitInfo
-    update_info_cls = MailboxUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any) -> None:
         # The current vLLM passes (config, vllm_config, device, model). Versions that vllm-ascend builds on pass
@@ -81,14 +77,17 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._module: Any = args[-1] if isinstance(args[-1], nn.Module) else None
         self._model_config = getattr(args[1], "model_config", None)
         self._device = _CPU if self._module is None else next(self._module.parameters()).device
-        self._reader = MailboxReader(self._device)
+        self._slots = SlotMappings(write=False, device=self._device)
+        self._layout: RegionLayout | None = None
         self._receiver: RankReceiver | None = None
         if self._module is not None and self._device.type == "cpu":
             keep_freed_memory()  # every update allocates all packed weights again
 
-    def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Have the model scale its logits, as some model families do by configuration.
         Raises RuntimeError if the model has no `logits_processor`."""
+        tensors = msgspec.convert(init_info.tensors, dict[str, TensorSpec])
+        self._layout = RegionLayout(TransferPlan(1, tensors, ()))
         if init_info.logits_scale == 1.0:
             return
         processor = getattr(self._module, "logits_processor", None)
@@ -123,17 +122,16 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(
         self,
-        update_info: MailboxUpdateInfo,
+        update_info: UpdateInfo,
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
-        """Load a letter's weights. Older releases pass `load_weights`; None: use the model's own."""
+        """Load weights. Older releases pass `load_weights`; None: use the model's own."""
         load = load_weights or self._module.load_weights
-        if update_info.names:
-            read = self._reader.read(Letter(**vars(update_info)))
-            load((name, each.to(self._device)) for name, each in read)
-        else:
+        if update_info.offer is None:
             group = get_tp_group()
             load(self.receiver.held(group.broadcast))
+        else:
+            load(self._offered(msgspec.convert(update_info.offer, SlotOffer)))
         self._wait_for_device()
 
     def finish_weight_update(self) -> None:
@@ -145,9 +143,17 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._wait_for_device()  # until here the device may still be reading the held version
 
     def shutdown(self) -> None:
-        self._reader.close()
+        self._slots.clear()
         if self._receiver is not None:
             self._receiver.close()
+
+    def _offered(self, offer: SlotOffer) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of a slot, on the rank's device; on the CPU views, valid until the next update.
+        Raises WeightSyncError if its memory is gone."""
+        assert self._layout is not None, "init_transfer_engine() comes first"
+        region = Region(self._slots.get(offer, ((0, offer.num_bytes),)), self._layout)
+        for number, name in enumerate(self._layout.plan.names):
+            yield name, region.tensor(number).to(self._device)
 
     def _wait_for_device(self) -> None:
         if self._device.type != "cpu":
@@ -176,4 +182,4 @@ def _tie() -> None:
 
 
 _tie()
-WeightTransferEngineFactory.register_engine(BACKEND, MailboxTransfer)
+WeightTransferEngineFactory.register_engine(BACKEND, SlotTransfer)
