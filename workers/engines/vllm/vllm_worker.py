@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from asyncflow.device import wait_for_device
 from asyncflow.process import die_with_parent, keep_freed_memory
 from weightsync.receiver import Following, RankReceiver
 from weightsync.version import Version
@@ -134,7 +135,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         else:
             group = get_tp_group()
             load(self.receiver.held(group.broadcast))
-        self._wait_for_device()
+        wait_for_device(self._device)
 
     def finish_weight_update(self) -> None:
         """Convert the last layers to the kernels' layout."""
@@ -142,16 +143,12 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 
         finalize_layerwise_reload(self._module, self._model_config)
         _pack_tied_weights(self._module)
-        self._wait_for_device()  # until here the device may still be reading the held version
+        wait_for_device(self._device)  # until here the device may still be reading the held version
 
     def shutdown(self) -> None:
         self._reader.close()
         if self._receiver is not None:
             self._receiver.close()
-
-    def _wait_for_device(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def _pack_tied_weights(model: Any) -> None:
