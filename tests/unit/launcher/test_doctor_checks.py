@@ -362,7 +362,7 @@ def checked(name: str) -> Check:
     return next(check for check in device_check.CHECKS if check.name == name)
 
 
-SAID = [
+SAID: list[tuple[str, Facts, list[Level], str]] = [
     # of a device: the check, facts, the levels, a part of the first text
     ("contexts", {"taken": 0, "said": "none"}, [OK], "none"),
     ("contexts", {"taken": Size(2**27), "last": "cuda:1", "first": "cuda:0"}, [ERROR], "took 134 MB of cuda:0"),
