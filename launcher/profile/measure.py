@@ -259,7 +259,7 @@ def _never_end(model: Any, eos: tuple[int, ...]) -> None:
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the facts that tell devices apart."""
     cores = len(os.sched_getaffinity(0))
-    found = {"kind": device.type, "cores": cores, "torch": torch.__version__}
+    found = {"kind": device.type, "cores": cores, "torch": str(torch.__version__)}
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"name": f"cpu, {_processor()}", **found, "memory_gb": round(memory / 1e9, 1)}
