@@ -57,6 +57,12 @@ def use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Wait until `device`, the calling thread's current one, has done what it was given; at once on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the calling thread's current one for a `with` block."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index or 0)

@@ -99,12 +99,12 @@ def doctor_command(
 ) -> None:
     """Check whether this machine can run CONFIG.
 
-    Devices, network, shared memory, limits, disk, clock and imports: a line per check, with what to do if something is
+    Devices, network, shared memory, limits, disk and imports: a line per check, with what to do if something is
     wrong. Exit code 1 if a run would fail.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
-        from launcher.doctor.findings import Order
+        from launcher.doctor.findings import DEVICE_CHECKS, Order
         from launcher.doctor.runner import print_report
         from launcher.doctor.software import nodes_of_job
 
@@ -113,12 +113,7 @@ def doctor_command(
                 f"{'--roles' if roles is not None else '--set'}: needs CONFIG; name a YAML file or recipe"
             )
         order = Order(config, roles, overrides, run_dir, num_nodes=nnodes or nodes_of_job())
-        if device_check:
-            from launcher.doctor.device_check import CHECKS, REGISTRY
-
-            failed = print_report(replace(order, registry=REGISTRY), CHECKS, json=as_json)
-        else:
-            failed = print_report(order, json=as_json)
+        failed = print_report(replace(order, registry=DEVICE_CHECKS) if device_check else order, json=as_json)
     sys.exit(FAILED if failed else 0)
 
 

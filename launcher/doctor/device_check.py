@@ -1,44 +1,41 @@
 """`asyncflow doctor --device-check`: tries on this machine's devices, in about a minute, what the project's tests can
 only try on a fake one. Its output is meant for AsyncFlow's authors, who lack the machine.
 
-Every check is a `Check` of the doctor and runs in its child process. Several ranks are processes of `device_ranks`,
-started by `started_ranks`.
+Checks like the doctor's others, in its child process. Several ranks are processes of `workers.calls`, which call
+`device_ranks`.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import mmap
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import size_text
+from asyncflow.errors import UserCodeFailed, size_text
 from asyncflow.job import LOOPBACK
-from launcher.doctor.doctor_child import Check
-from launcher.doctor.findings import Finding, Needs, reason
-from launcher.doctor.software import train, write_model
+from launcher.doctor.findings import Check, Facts, Needs, Size, error, fatal, ok, reason, warning
+from launcher.doctor.software import installed
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import Callee
+from workers.engines.device_memory import ModelSizes, Parts, fsdp_memory
 
 if TYPE_CHECKING:
     import torch
 
-
-# Processes of `device_ranks`, one per device, started so that every wait has a deadline.
+    from workers.rows.packed_rows import Sequences
 
 _MOST_RANKS = 8
 _DEADLINE_S = 60.0
-"""For all ranks together: a check ends after 90 s and must say by then which of them hang (s)."""
-_LEAST_S = 1.0
-"""For a rank whose answer may be there already, after the others took all the time (s)."""
-_LONGEST = 200
+"""For each rank: a check ends after 90 s and must say by then which of them hang (s)."""
 
 
 def rank_devices(kind: str) -> list[str]:
@@ -52,52 +49,49 @@ def rank_devices(kind: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
-    """Start a process per device.
+def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Callable[[], list[dict[str, Any] | str]]]]:
+    """Call a function of `device_ranks` in a process per device.
 
-    Yields their store, and a function that waits for them and returns each one's facts. Instead of facts it returns why
-    there are none: the last line of errors of a rank that died, or that it hangs.
+    Yields their store, and a function that waits for them and returns each one's facts, or why there are none.
     """
     from asyncflow.sealed_store import serve_store
 
     store, port = serve_store(LOOPBACK, timedelta(seconds=_DEADLINE_S))
-    command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
-    processes = [
-        subprocess.Popen(
-            [*command, device, str(rank), str(len(devices)), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, device in enumerate(devices)
-    ]
-
-    def finish() -> list[dict[str, Any] | str]:
-        deadline = time.monotonic() + _DEADLINE_S
-        return [_said(process, max(_LEAST_S, deadline - time.monotonic())) for process in processes]
-
+    pool = CallPool(
+        Entry("launcher.doctor.device_check:rank"),
+        what=mode, limit="the deadline", timeout_s=_DEADLINE_S, concurrency=len(devices),
+    )  # fmt: skip
     try:
-        yield store, finish
+        calls = [
+            pool.submit(mode, device, rank, len(devices), port, on=f"rank {rank}")
+            for rank, device in enumerate(devices)
+        ]
+        yield store, lambda: [_told(call) for call in calls]
     finally:
-        for process in processes:
-            with process:  # closes the pipes and reaps the process
-                process.kill()
+        pool.close()
 
 
-def _said(process: "subprocess.Popen[str]", timeout_s: float) -> dict[str, Any] | str:
+def rank() -> Callee:
+    """Entry of `workers.calls`; imports torch in the call, so that all ranks do it at the same time."""
+
+    def call(*arguments: Any) -> dict[str, Any]:
+        from launcher.doctor.device_ranks import act_as_rank
+
+        return act_as_rank(*arguments)
+
+    return Callee(call)
+
+
+def _told(call: "Future[Any]") -> dict[str, Any] | str:
     try:
-        out, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_DEADLINE_S:g} s"
-    if process.returncode == 0:
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return found
-    last = (errors.splitlines() or [f"code {process.returncode}"])[-1]
-    return last[:_LONGEST]
+        facts: dict[str, Any] = call.result()
+    except UserCodeFailed as failed:
+        return str(failed)
+    return facts
 
 
 VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
-DEAD, CONNECTING, UPDATE, SWAP, MEMORY = "dead receiver", "connecting", "update", "swap", "memory"
+DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
 _PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
@@ -107,28 +101,26 @@ _CLOSE = {"float32": 2e-3, "bfloat16": 2e-2}
 _ESTIMATED = 0.15
 
 
-def check_versions(needs: Needs) -> list[Finding]:
+def list_versions(needs: Needs) -> Facts:
     """List the versions of everything involved: other findings mean little without them."""
     import torch
 
-    found = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
+    found = [f"{name} {version}" for name in _PACKAGES if (version := installed(name))]
     device = _open(needs)
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     names = [f"{count} x {_ask(device, 'get_device_name', 0) or device.type}"] if count else ["cpu"]
     for what, value in (("CUDA", torch.version.cuda), ("NCCL", _ask_nccl(device)), ("driver", _driver(device.type))):
         found += [f"{what} {value}"] if value else []
-    return [
-        Finding.ok(VERSIONS, "; ".join([*names, *found, f"Python {platform.python_version()}", platform.release()]))
-    ]
+    return {"said": "; ".join([*names, *found, f"Python {platform.python_version()}", platform.release()])}
 
 
-def check_contexts(needs: Needs) -> list[Finding]:
-    """Check that a process which uses the last device, also from threads, takes nothing of the first one."""
+def use_from_threads(needs: Needs) -> Facts:
+    """Let a process use the last device, also from threads, and see what it takes of the first one."""
     import torch
 
     device = _open(needs)
     if device.type == "cpu" or torch.accelerator.device_count() < 2:
-        return [Finding.ok(CONTEXTS, "there is one device, and no other that a process could touch by mistake")]
+        return {"taken": 0, "said": "there is one device, and no other that a process could touch by mistake"}
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
@@ -136,15 +128,12 @@ def check_contexts(needs: Needs) -> list[Finding]:
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
-    if taken is None:
-        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not report free memory")]
-    if taken > 2**26:
-        text = f"a process that uses {last} took {size_text(taken)} of {device}"
-        return [Finding.error(CONTEXTS, text, "send us this report: a thread uses a device that is not its own")]
-    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took no memory of {device}")]
+    silent = f"a process used {last} from threads; {device.type} does not report free memory"
+    said = silent if taken is None else f"a process that used {last} from threads took no memory of {device}"
+    return {"taken": Size(taken or 0), "last": last, "first": device, "said": said}
 
 
-def check_copies(needs: Needs) -> list[Finding]:
+def measure_copies(needs: Needs) -> Facts:
     """Measure copies between host and device by kind of host memory, and compare what arrives with what was sent."""
     import numpy as np
     import torch
@@ -153,7 +142,7 @@ def check_copies(needs: Needs) -> list[Finding]:
 
     device = _open(needs)
     if device.type == "cpu":
-        return [Finding.ok(COPIES, "none: models compute in the host's memory")]
+        return {"wrong": "", "said": "none: models compute in the host's memory", "locked": True}
     registered = torch.from_numpy(np.frombuffer(mmap.mmap(-1, _COPIED), dtype=np.uint8))
     release = pin(registered.data_ptr(), _COPIED, device, writable=True)
     hosts = {"pageable": torch.empty(_COPIED, dtype=torch.uint8)}
@@ -170,77 +159,42 @@ def check_copies(needs: Needs) -> list[Finding]:
         said.append(f"{name} {_COPIED / out / 1e9:.1f} out {_COPIED / into / 1e9:.1f} in")
     if release is not None:
         release()
-    if wrong:
-        return [
-            Finding.error(
-                COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send us this report"
-            )
-        ]
-    findings = [Finding.ok(COPIES, f"GB/s: {', '.join(said)}")]
-    if release is None and needs.device == "cuda":
-        findings.append(Finding.warning(COPIES, "shared memory cannot be page-locked", "ulimit -l unlimited"))
-    return findings
+    return {"wrong": " and ".join(wrong), "said": f"GB/s: {', '.join(said)}", "locked": release is not None}
 
 
-def check_collectives(needs: Needs) -> list[Finding]:
+def try_collectives(needs: Needs) -> Facts:
     """Try each collective that training uses, over Gloo and the devices' backend in one default group."""
     names = rank_devices(needs.device)
     with started_ranks(COLLECTIVES, names) as (_, finish):
         said = finish()
     found = [one for one in said if not isinstance(one, str)]
+    facts = {"ranks": len(names), "missing": len(names) - len(found), "size": Size(2**24), "failed": [], "fine": ""}
     if len(found) < len(names):
-        last = next(one for one in said if isinstance(one, str))
-        text = f"{len(names) - len(found)} of {len(names)} ranks did not answer ({last})"
-        return [Finding.error(COLLECTIVES, text, "send us this report")]
+        return {**facts, "last": next(one for one in said if isinstance(one, str))}
     failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
     fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
-    text = f"{len(names)} ranks, ms of {size_text(2**24)}: {', '.join(fine)}"
-    findings = [Finding.ok(COLLECTIVES, text)] if fine else []
-    for name, error in failed.items():
-        users = "Megatron's context and pipeline parallelism use it" if "all_to" in name or "send" in name else "FSDP"
-        findings.append(Finding.error(COLLECTIVES, f"{name} ({users}): {error}", "send us this report"))
-    return findings
+    megatron = "Megatron's context and pipeline parallelism use it"
+    users = {name: megatron if "all_to" in name or "send" in name else "FSDP" for name in failed}
+    wrong = [{"name": name, "users": users[name], "why": why} for name, why in failed.items()]
+    return {**facts, "fine": ", ".join(fine), "failed": wrong}
 
 
-def check_dead_receiver(needs: Needs) -> list[Finding]:
-    """Check that when a receiver dies between two weight broadcasts, the sender gets an error in time and survives."""
+def kill_receiver(needs: Needs) -> Facts:
+    """See whether the sender gets an error in time, and survives, when a receiver dies between two broadcasts."""
     names = rank_devices(needs.device)[:2]
     if len(names) < 2:
-        return [Finding.ok(DEAD, "there is one device; this needs two")]
+        return {"died": "", "what": "", "stuck": False, "said": "there is one device; this needs two"}
     with started_ranks(DEAD, names) as (_, finish):
         one = finish()[0]
     if isinstance(one, str):
-        text = f"the sender died with its receiver ({one})"
-        return [Finding.error(DEAD, text, "use weightsync.path=staged; send this report")]
-    if not one["error"] or not one["computed"]:
-        what = "noticed nothing" if not one["error"] else "could not compute afterwards"
-        return [Finding.error(DEAD, f"the sender {what} ({one})", "use weightsync.path=staged; send this report")]
-    text = f"the sender noticed after {one['seconds']:.1f} s ({one['error']}), and still computes"
-    if one["aborted"]:
-        return [Finding.ok(DEAD, text)]
-    return [Finding.warning(DEAD, f"{text}; but its group cannot be aborted", "send this report")]
+        return {"died": one}
+    what = "noticed nothing" if not one["error"] else "" if one["computed"] else "could not compute afterwards"
+    said = f"the sender noticed after {one['seconds']:.1f} s ({one['error']}), and still computes"
+    return {"died": "", "what": what, "one": one, "stuck": not one["aborted"], "said": said}
 
 
-def check_connecting(needs: Needs) -> list[Finding]:
-    """Check whether another thread can abort a connection attempt to a receiver that never connects.
-
-    If it can, `connect_group` should do so.
-    """
-    names = rank_devices(needs.device)[:2]
-    if needs.device != "cuda" or len(names) < 2:
-        return [Finding.ok(CONNECTING, "not tried: it is a setting of NCCL's, and needs two devices")]
-    with started_ranks(CONNECTING, names) as (_, finish):
-        one = finish()[0]
-    if isinstance(one, str):
-        return [Finding.warning(CONNECTING, f"with blocking=0 the process ended ({one})", "send this report")]
-    if one["early"]:
-        return [Finding.warning(CONNECTING, f"with blocking=0 nothing was waited for ({one})", "send this report")]
-    ended = "hung" if one["hung"] else "ended"
-    return [Finding.ok(CONNECTING, f"with blocking=0 a connection that was aborted {ended} ({one['seconds']:.1f} s)")]
-
-
-def check_update(needs: Needs) -> list[Finding]:
-    """Check that two updates of the quickstart model have the CPU's gradient norms, in each autocast type."""
+def compare_updates(needs: Needs) -> Facts:
+    """Compare the gradient norms of two updates of the quickstart's model with the CPU's, in each autocast type."""
     import torch
 
     device, said, wrong = _open(needs), [], False
@@ -251,13 +205,11 @@ def check_update(needs: Needs) -> list[Finding]:
             apart = max(abs(one / other - 1) for one, other in zip(expected, norms, strict=True))
             said.append(f"{autocast}: two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's")
             wrong |= not apart <= close  # also true for NaN
-    if wrong:
-        return [Finding.error(UPDATE, "; ".join(said), "the device computes something else; send this report")]
-    return [Finding.ok(UPDATE, "; ".join(said))]
+    return {"wrong": wrong, "said": "; ".join(said)}
 
 
-def check_swap(needs: Needs) -> list[Finding]:
-    """Check that weights pass from a trainer's device through shared memory into an engine that generates with them."""
+def swap_weights(needs: Needs) -> Facts:
+    """Pass weights from a trainer's device through shared memory into an engine that generates with them."""
     import torch
 
     from asyncflow.timeline import NoTimeline
@@ -292,19 +244,17 @@ def check_swap(needs: Needs) -> list[Finding]:
         ours = engine.log_probs(Sequences.of([prompt] * 8, [one.response_R for one in drawn])).cpu()
         apart = float((ours - torch.cat([one.log_probs_R for one in drawn])).abs().max())
         copies.close()
-    text = f"a version in {seconds:.2f} s; the generating engine's log-probabilities are {apart:.1e} from the trainer's"
-    if not apart < _CLOSE["float32"]:
-        return [Finding.error(SWAP, text, "weights are lost on their way; send this report")]
-    return [Finding.ok(SWAP, text)]
+    engines = "the generating engine's log-probabilities are"
+    return {"apart": apart, "said": f"a version in {seconds:.2f} s; {engines} {apart:.1e} from the trainer's"}
 
 
-def check_memory(needs: Needs) -> list[Finding]:
+def measure_memory(needs: Needs) -> Facts:
     """Compare the peak memory of training a model with the estimate by which `--dry-run` refuses."""
     import torch
 
     device = _open(needs)
     if device.type == "cpu":
-        return [Finding.ok(MEMORY, "not measured on the CPU")]
+        return {"apart": 0.0, "said": "not measured on the CPU"}
     module: Any = torch.get_device_module(device)
     with tempfile.TemporaryDirectory() as place, default_group(device):
         sizes = write_model(Path(place), large=(_free(device) or 0) > 16e9)
@@ -312,10 +262,45 @@ def check_memory(needs: Needs) -> list[Finding]:
         module.reset_peak_memory_stats()
         estimated = sum(train(Path(place), sizes, device, 1, autocast="bfloat16").values())
         held = module.max_memory_allocated() - before
-    text = f"{size_text(held)} at most, {size_text(estimated)} estimated ({estimated / held - 1:+.0%})"
-    if abs(estimated / held - 1) > _ESTIMATED:
-        return [Finding.warning(MEMORY, text, "send us this report: --dry-run refuses by this estimate")]
-    return [Finding.ok(MEMORY, text)]
+    apart = estimated / held - 1
+    return {"apart": apart, "said": f"{size_text(held)} at most, {size_text(estimated)} estimated ({apart:+.0%})"}
+
+
+_HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
+_SEND, _STAGED = "send us this report", "use weightsync.path=staged; send this report"
+CHECKS = (
+    Check(VERSIONS, list_versions, (), "{said}", 60, _HANGS),
+    Check(CONTEXTS, use_from_threads, (
+        error(lambda f: f.taken > 2**26, "a process that uses {last} took {taken} of {first}",
+              f"{_SEND}: a thread uses a device that is not its own"),
+    ), "{said}", 120, _HANGS),
+    Check(COPIES, measure_copies, (
+        fatal("wrong", "other bytes came back through memory that is {wrong}", _SEND),
+        ok("said", "{said}"),
+        warning(lambda f: f.device == "cuda" and not f.locked, "shared memory cannot be page-locked",
+                "ulimit -l unlimited"),
+    ), "{said}", 60, _HANGS),
+    Check(COLLECTIVES, try_collectives, (
+        fatal("missing", "{missing} of {ranks} ranks did not answer ({last})", _SEND),
+        ok("fine", "{ranks} ranks, ms of {size}: {fine}"),
+        error("failed", "{name} ({users}): {why}", _SEND),
+    ), "{fine}", 90, _HANGS),
+    Check(DEAD, kill_receiver, (
+        fatal("died", "the sender died with its receiver ({died})", _STAGED),
+        fatal("what", "the sender {what} ({one})", _STAGED),
+        warning("stuck", "{said}; but its group cannot be aborted", "send this report"),
+    ), "{said}", 90, _HANGS),
+    Check(UPDATE, compare_updates, (
+        error("wrong", "{said}", "the device computes something else; send this report"),
+    ), "{said}", 60, _HANGS),
+    Check(SWAP, swap_weights, (
+        error(lambda f: not f.apart < _CLOSE["float32"], "{said}", "weights are lost on their way; send this report"),
+    ), "{said}", 60, _HANGS),
+    Check(MEMORY, measure_memory, (
+        warning(lambda f: abs(f.apart) > _ESTIMATED, "{said}", f"{_SEND}: --dry-run refuses by this estimate"),
+    ), "{said}", 90, _HANGS),
+)  # fmt: skip
+"""In the order in which they run."""
 
 
 def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, list[float], float]:
@@ -388,13 +373,6 @@ def _free(device: "torch.device") -> int | None:
         return None
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def _ask(device: "torch.device", name: str, *given: Any) -> str:
     import torch
 
@@ -422,21 +400,63 @@ def _driver(kind: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         return " ".join(done.stdout.split())[:80]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"unknown ({reason(error)})"
+    except (OSError, subprocess.TimeoutExpired) as raised:
+        return f"unknown ({reason(raised)})"
 
 
-REGISTRY = "launcher.doctor.device_check:CHECKS"
-_HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
-CHECKS = (
-    Check(VERSIONS, check_versions, 60, _HANGS),
-    Check(CONTEXTS, check_contexts, 120, _HANGS),
-    Check(COPIES, check_copies, 60, _HANGS),
-    Check(COLLECTIVES, check_collectives, 90, _HANGS),
-    Check(DEAD, check_dead_receiver, 90, _HANGS),
-    Check(CONNECTING, check_connecting, 90, _HANGS),
-    Check(UPDATE, check_update, 60, _HANGS),
-    Check(SWAP, check_swap, 60, _HANGS),
-    Check(MEMORY, check_memory, 90, _HANGS),
-)
-"""In the order in which they run."""
+# A model with random weights that trains for a moment, to compare its memory with the estimate of device memory.
+#
+# Its proportions are those that matter: the head's tiles are full, and activations weigh as much as the state. Used
+# by the check `memory` and by the project's tests.
+
+SAMPLES, PROMPT, RESPONSE = 24, 16, 72
+TOKENS = SAMPLES * (PROMPT + RESPONSE)
+"""Tokens of a micro-batch."""
+_LARGE = 4
+"""Factor on the model's widths on a real device."""
+
+
+def write_model(path: Path, *, large: bool = False) -> ModelSizes:
+    """Write a Hugging Face directory of about 15 million parameters, or 150 million if large."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    factor = _LARGE if large else 1
+    config = Qwen2Config(
+        vocab_size=24576, hidden_size=256 * factor, intermediate_size=1024 * factor, num_hidden_layers=8,
+        num_attention_heads=4 * factor, num_key_value_heads=2 * factor, tie_word_embeddings=True, eos_token_id=1,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(config)
+    model.save_pretrained(path)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    sizes = ModelSizes.of(json.loads((path / "config.json").read_text()), parameters)
+    assert sizes is not None
+    return sizes
+
+
+def random_batch() -> "Sequences":
+    import torch
+
+    from workers.rows.packed_rows import Sequences
+
+    tokens_NT = torch.randint(2, 1000, (SAMPLES, PROMPT + RESPONSE))
+    return Sequences.of(list(tokens_NT[:, :PROMPT]), list(tokens_NT[:, PROMPT:]))
+
+
+def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int, **settings: Any) -> Parts:
+    """Run two updates of two micro-batches each, in an existing default group of `num_ranks`. Return the estimate.
+
+    `settings` are those of `actor`.
+    """
+    from workers.engines.fsdp.sharding import FsdpEngine
+    from workers.settings.engines import ActorConfig
+
+    actor = ActorConfig.model_validate(settings)
+    engine = FsdpEngine(path, actor=actor, temperature=1.0, device=device, seed=0)
+    for _ in range(2):
+        for _ in range(2):
+            engine.forward_backward(random_batch(), lambda log_probs, entropy: (log_probs - entropy.detach()).sum())
+        engine.step(0.001)
+    return fsdp_memory(sizes, actor, num_ranks, TOKENS)

@@ -1,16 +1,10 @@
-"""One rank of what `launcher.doctor.device_check` tries with several processes; prints its facts as JSON.
+"""One rank of what `launcher.doctor.device_check` tries with several processes: each mode returns its facts."""
 
-python -m launcher.doctor.device_ranks MODE DEVICE RANK NUM_RANKS PORT
-"""
-
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +14,6 @@ from torch import Tensor
 
 from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin
 from asyncflow.job import LOOPBACK
-from asyncflow.process import variables_set
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.findings import reason
 from launcher.plan.profile import EXCHANGED
@@ -29,8 +22,6 @@ TIMEOUT = timedelta(seconds=10)
 """Timeout of each wait."""
 SIZE = 2**22
 """Number of float32 elements that are sent."""
-_CONNECTING_S = 3.0
-"""After this time a rank is in the middle of connecting (s)."""
 
 
 def collectives(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
@@ -139,35 +130,6 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
     return {"error": error, "seconds": seconds, "aborted": not ending.is_alive(), "computed": computed}
 
 
-def connecting(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Let rank 1 meet rank 0 and never connect; return whether `abort` ends rank 0's attempt with `blocking=0`."""
-    store.set(f"met/{rank}", "1")
-    store.wait([f"met/{other}" for other in range(size)], TIMEOUT)
-    if rank:
-        store.wait(["tried"], 4 * TIMEOUT)
-        return {}
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout, options.config.blocking = TIMEOUT, 0
-    with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
-        group = nccl(dist.PrefixStore("connecting", store), rank, size, options)
-
-    def connect() -> None:
-        with suppress(RuntimeError), on_device(device):  # RuntimeError: the attempt was aborted
-            group.allreduce([torch.zeros(1, device=device)]).wait(TIMEOUT)
-
-    threads = [threading.Thread(target=target, daemon=True) for target in (connect, group.abort)]
-    threads[0].start()
-    threads[0].join(_CONNECTING_S)
-    began, early = time.monotonic(), not threads[0].is_alive()
-    threads[1].start()
-    for thread in threads:
-        thread.join(TIMEOUT.total_seconds() / 2)
-    seconds = time.monotonic() - began
-    store.set("tried", "1")
-    return {"early": early, "hung": any(thread.is_alive() for thread in threads), "seconds": seconds}
-
-
 def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Use the device from threads, as a trainer does, and stay until others have looked at device 0's memory."""
     host = torch.zeros(2**20, dtype=torch.uint8)
@@ -189,20 +151,9 @@ def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> d
     return {}
 
 
-MODES = {
-    "collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "connecting": connecting,
-    "contexts": contexts,
-}  # fmt: skip
+MODES = {"collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "contexts": contexts}
 
 
-def main() -> None:
-    mode, name, rank, size, port = sys.argv[1:]
-    device = open_device(name)
-    found = MODES[mode](device, int(rank), int(size), connect_store(LOOPBACK, int(port), TIMEOUT))
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # a backend whose peer is gone may not let the interpreter end
-
-
-if __name__ == "__main__":
-    main()
+def act_as_rank(mode: str, name: str, rank: int, size: int, port: int) -> dict[str, Any]:
+    """Return what a mode finds on a device, together with the other ranks, which meet in the store at `port`."""
+    return MODES[mode](open_device(name), rank, size, connect_store(LOOPBACK, port, TIMEOUT))

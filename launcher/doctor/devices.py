@@ -3,166 +3,104 @@ Can two ranks meet and add over each backend and interface that a run would use?
 """
 
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import ConfigError, size_text
+from asyncflow.errors import ConfigError
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
 from launcher.checks.placement import find_devices
-from launcher.doctor.findings import Finding, Needs, reason
-from launcher.doctor.network import between_nodes, find_interfaces
+from launcher.doctor.findings import Check, Facts, Needs, Size, error, fatal, ok, reason, warning
+from launcher.doctor.network import between_nodes
+from launcher.doctor.software import DRIVER
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore
 
-DEVICES, GROUPS = "devices", "groups"
 _TOOLS = {"cuda": "nvidia-smi", "npu": "npu-smi info"}
 _BUSY = 0.5
 _TIMEOUT = timedelta(seconds=10)
 
 
-@dataclass(frozen=True)
-class Device:
-    """One accelerator.
-
-    Attributes:
-        error: what a small computation on it raised; empty: nothing.
-        free_bytes, total_bytes: of its memory; 0: unknown.
-    """
-
-    error: str = ""
-    free_bytes: int = 0
-    total_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class AcceleratorFacts:
-    """Devices as PyTorch and as device files show them.
-
-    Attributes:
-        files: kind -> number of devices by device files and the vendors' variables, whatever PyTorch can use.
-        import_error: of torch, or of torch_npu where it is needed; empty: none.
-        kind: of the accelerator that PyTorch uses; empty: none.
-        backend: the one that connects devices of the kind in use, `gloo` on the CPU.
-        devices: each one that PyTorch counts.
-    """
-
-    files: dict[str, int]
-    import_error: str = ""
-    torch: str = ""
-    kind: str = ""
-    backend: str = ""
-    backend_available: bool = False
-    devices: tuple[Device, ...] = ()
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """One group that was tried; `where` is an interface or devices, and `error` is empty if the sum was right."""
-
-    backend: str
-    where: str
-    error: str = ""
-
-
-def try_devices(needs: Needs) -> AcceleratorFacts:
+def try_devices(needs: Needs) -> Facts:
     """Import torch and, if the run uses devices, compute a little on each."""
-    files: dict[str, int] = {"cuda": _by_files("cuda"), "npu": _by_files("npu")}
+    # By device files and the vendors' variables, whatever PyTorch can use.
+    files = {kind: _by_files(kind) for kind in _TOOLS}
+    tool = _TOOLS.get(needs.device, f"the tool of {needs.device}")
+    facts: dict[str, Any] = {"unimportable": "", "count": files.get(needs.device), "tool": tool}
     try:
         import torch
         import torch.distributed as dist
 
         if needs.device == "npu":
             import torch_npu  # noqa: F401 - registers the device and HCCL
-    except (ImportError, OSError, RuntimeError) as error:
-        return AcceleratorFacts(files, import_error=reason(error))
+    except (ImportError, OSError, RuntimeError) as raised:
+        return {**facts, "unimportable": reason(raised)}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = accelerator.type if accelerator is not None else ""
     used = needs.device if needs.device == kind else "cpu"
     backend = dist.get_default_backend_for_device(used)
-    devices = tuple(_try(kind, index) for index in range(torch.accelerator.device_count())) if used != "cpu" else ()
-    return AcceleratorFacts(
-        files, "", torch.__version__, kind, backend, dist.is_backend_available(backend), devices=devices
-    )
+    tried = [try_device(kind, index) for index in range(torch.accelerator.device_count())] if used != "cpu" else []
+    here = f"{len(tried)} x {used}" if used != "cpu" else "cpu"
+    return {
+        **facts, "torch": torch.__version__, "backend": backend, "available": dist.is_backend_available(backend),
+        "kind": kind, "here": here, "broken": [each for each in tried if each["why"]],
+        "busy": [each for each in tried if each["free"] < _BUSY * each["total"]],
+        "idle": [{"idle": other, "number": files[other]} for other in files if files[other] and other != kind],
+    }  # fmt: skip
 
 
-def judge_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
-    if facts.import_error:
-        remedy = "python -c 'import torch' shows all of it; the README says which build fits which device"
-        return [Finding.error(DEVICES, f"torch cannot be imported ({facts.import_error})", remedy)]
-    if not facts.backend_available:
-        text = f"torch {facts.torch} lacks the backend {facts.backend}, which connects {needs.device} devices"
-        return [Finding.error(DEVICES, text, f"install a build of torch with {facts.backend}; see the README")]
-    if needs.device == "cpu":
-        return [_idle_devices(facts) or Finding.ok(DEVICES, f"cpu: torch {facts.torch}, backend {facts.backend}")]
-    tool = _TOOLS[needs.device]
-    if facts.kind != needs.device:
-        text = f"{facts.files[needs.device]} {needs.device} devices are there, but torch {facts.torch} cannot use them"
-        return [Finding.error(DEVICES, text, f"does `{tool}` list them? Then install the torch that fits the driver")]
-    broken = [
-        Finding.error(DEVICES, f"{needs.device}:{index} cannot compute ({device.error})", f"look at it: {tool}")
-        for index, device in enumerate(facts.devices)
-        if device.error
-    ]
-    text = f"{len(facts.devices)} x {needs.device}: torch {facts.torch}, backend {facts.backend}"
-    return broken or [*_busy_devices(facts, needs), Finding.ok(DEVICES, text)]
+DEVICES = Check(
+    "devices", try_devices, (
+        fatal("unimportable", "torch cannot be imported ({unimportable})",
+              "python -c 'import torch' shows all of it; the README says which build fits which device"),
+        fatal(lambda f: not f.available,
+              "torch {torch} lacks the backend {backend}, which connects {device} devices",
+              "install a build of torch with {backend}; see the README"),
+        warning(lambda f: f.device == "cpu" and f.idle[:1],
+                "{number} {idle} devices are there, but torch {torch} cannot use them, so a run takes the CPU",
+                "install torch for {idle}, see the README; or stay on the CPU"),
+        fatal(lambda f: f.device not in ("cpu", f.kind),
+              "{count} {device} devices are there, but torch {torch} cannot use them",
+              "does `{tool}` list them? Then install the torch that fits the driver"),
+        fatal("broken", "{device}:{index} cannot compute ({why})", "look at it: {tool}"),
+        warning("busy", "{device}:{index} has {free} of {total} free", "who else uses it: {tool}"),
+        ok(lambda f: f.device != "cpu", "{here}: torch {torch}, backend {backend}"),
+    ),
+    "{here}: torch {torch}, backend {backend}",
+    120, DRIVER,
+)  # fmt: skip
 
 
-def try_groups(needs: Needs) -> list[GroupFacts]:
+def try_groups(needs: Needs) -> Facts:
     """Try groups: Gloo over loopback, over the interface between several nodes, and the devices' backend."""
     import torch
 
     names = [LOOPBACK_INTERFACE]
-    if needs.num_nodes > 1 and (name := between_nodes(find_interfaces())):
+    if needs.num_nodes > 1 and (name := between_nodes()[0]):
         names.append(name)
-    groups = [GroupFacts("gloo", name, _gloo_error(name)) for name in names]
+    tried = [_group("gloo", name, _gloo_error(name), _LOOPBACK_REMEDY if name == LOOPBACK_INTERFACE else _NAME_IT)
+             for name in names]  # fmt: skip
     if needs.device != "cpu" and torch.accelerator.is_available():
         backend = torch.distributed.get_default_backend_for_device(needs.device)
         devices = [torch.device(needs.device, index) for index in range(min(2, torch.accelerator.device_count()))]
-        groups.append(GroupFacts(backend, f"{len(devices)} x {needs.device}", _error_of(devices)))
-    return groups
+        remedy = f"{backend.upper()}_DEBUG=INFO asyncflow doctor; is the driver as new as {backend}?"
+        tried.append(_group(backend, f"{len(devices)} x {needs.device}", _error_of(devices), remedy))
+    return {"tried": ", ".join(each["what"] for each in tried), "failed": [each for each in tried if each["why"]]}
 
 
-def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
-    findings = []
-    for group in facts:
-        if not group.error:
-            continue
-        remedy = f"export {GLOO_INTERFACE}=NAME of an interface in `ip addr` that is up"
-        if group.backend == "gloo" and group.where == LOOPBACK_INTERFACE:
-            remedy = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
-        elif group.backend != "gloo":
-            remedy = f"{group.backend.upper()}_DEBUG=INFO asyncflow doctor; is the driver as new as {group.backend}?"
-        text = f"no group over {group.backend} on {group.where} ({group.error})"
-        findings.append(Finding.error(GROUPS, text, remedy))
-    if not findings:
-        tried = ", ".join(f"{group.backend} on {group.where}" for group in facts)
-        findings.append(Finding.ok(GROUPS, f"all-reduce between two ranks works ({tried})"))
-    return findings
+def _group(backend: str, where: str, why: str, advice: str) -> Facts:
+    return {"what": f"{backend} on {where}", "why": why, "advice": advice}
 
 
-def _idle_devices(facts: AcceleratorFacts) -> Finding | None:
-    """Report devices that a run would leave idle because PyTorch cannot use them."""
-    for kind, count in facts.files.items():
-        if count and facts.kind != kind:
-            text = f"{count} {kind} devices are there, but torch {facts.torch} cannot use them, so a run takes the CPU"
-            return Finding.warning(DEVICES, text, f"install torch for {kind}, see the README; or stay on the CPU")
-    return None
-
-
-def _busy_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
-    return [
-        Finding.warning(
-            DEVICES,
-            f"{needs.device}:{index} has {size_text(device.free_bytes)} of {size_text(device.total_bytes)} free",
-            f"who else uses it: {_TOOLS[needs.device]}",
-        )
-        for index, device in enumerate(facts.devices)
-        if device.free_bytes < _BUSY * device.total_bytes
-    ]
+_LOOPBACK_REMEDY = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
+_NAME_IT = f"export {GLOO_INTERFACE}=NAME of an interface in `ip addr` that is up"
+GROUPS = Check(
+    "groups", try_groups, (error("failed", "no group over {what} ({why})", "{advice}"),),
+    "all-reduce between two ranks works ({tried})",
+    60, "a firewall swallows packets: iptables -L; or the driver hangs: nvidia-smi",
+)  # fmt: skip
 
 
 def _by_files(kind: str) -> int:
@@ -172,20 +110,21 @@ def _by_files(kind: str) -> int:
         return 0
 
 
-def _try(kind: str, index: int) -> Device:
+def try_device(kind: str, index: int) -> Facts:
+    """Compute on one device; an unknown size of its memory is 0."""
     import torch
 
-    device = torch.device(kind, index)
+    device, facts = torch.device(kind, index), {"index": index, "why": "", "free": Size(0), "total": Size(0)}
     try:
         ones = torch.ones(64, 64, device=device)
         if float((ones @ ones).sum()) != 64.0**3:
-            return Device(error="a product of two matrices came out wrong")
+            return {**facts, "why": "a product of two matrices came out wrong"}
         free, total = torch.accelerator.get_memory_info(device)
     except AttributeError:  # torch before 2.11 lacks `get_memory_info`
-        return Device()
-    except RuntimeError as error:
-        return Device(error=reason(error))
-    return Device("", free, total)
+        return facts
+    except RuntimeError as raised:
+        return {**facts, "why": reason(raised)}
+    return {**facts, "free": Size(free), "total": Size(total)}
 
 
 def _gloo_error(interface: str) -> str:
@@ -208,15 +147,15 @@ def _error_of(devices: "list[torch.device]") -> str:
 
     try:
         store, port = serve_store(LOOPBACK, _TIMEOUT)
-    except (OSError, RuntimeError) as error:
-        return f"no job store on {LOOPBACK}: {reason(error)}"
+    except (OSError, RuntimeError) as raised:
+        return f"no job store on {LOOPBACK}: {reason(raised)}"
     errors: list[str] = []
 
     def meet(rank: int) -> None:
         try:
             _add(connect_store(LOOPBACK, port, _TIMEOUT), rank, devices)
-        except Exception as error:  # noqa: BLE001 (the thread's boundary; each backend raises errors of its own)
-            errors.append(reason(error))
+        except Exception as raised:  # noqa: BLE001 (the thread's boundary; each backend raises errors of its own)
+            errors.append(reason(raised))
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(len(devices))]
     for thread in threads:

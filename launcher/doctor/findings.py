@@ -1,20 +1,24 @@
-"""Messages between the doctor's two processes, as JSON lines, and how findings look on a terminal. Pure.
+"""What a check of the doctor is: facts that it gathers, and a table that judges them; and how findings look.
 
-This module, and all that runs before the first check, imports the standard library only: where packages are missing,
-the doctor must still be able to say so.
+This module, `runner` and `software` import the standard library and click only: where packages are missing, the doctor
+must still be able to say so.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from launcher.checks.placement import find_devices
+from asyncflow.errors import size_text
 
 RESOLVE = "configuration"
-"""Name of the step before the checks; its answer has `needs` or `refused`."""
+"""Name of the step before the checks."""
+DEVICE_CHECKS = "launcher.doctor.device_check:CHECKS"
+"""The checks of `--device-check`."""
 _LONGEST_REASON = 200
 _CHECK_WIDTH = 15
 
@@ -41,18 +45,6 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert bool(self.remedy) == (self.level is not Level.OK), self
-
-    @staticmethod
-    def ok(check: str, text: str) -> "Finding":
-        return Finding(check, Level.OK, text)
-
-    @staticmethod
-    def warning(check: str, text: str, remedy: str) -> "Finding":
-        return Finding(check, Level.WARNING, text, remedy)
-
-    @staticmethod
-    def error(check: str, text: str, remedy: str) -> "Finding":
-        return Finding(check, Level.ERROR, text, remedy)
 
     def as_text(self) -> str:
         """Return one line, or two with the remedy."""
@@ -98,18 +90,18 @@ class Needs:
     @staticmethod
     def of_machine(run_dir: str | None, *, num_nodes: int) -> "Needs":
         """Return what any run needs here. Touches no file system but /dev. `run_dir` is as the user wrote it."""
+        from launcher.checks.placement import find_devices
+
         place = str(Path(run_dir or "runs").absolute())
         return Needs(place, find_devices("auto").kind, num_nodes, engines=("hf", "fsdp"))
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order to the child process, which takes just one.
+    """What the user asked for.
 
     Attributes:
         registry: `module:NAME` of the tuple of checks.
-        checks: names of those to run, in order.
-        needs: from the first answer; None: resolve the configuration first.
     """
 
     config: str | None = None
@@ -118,37 +110,83 @@ class Order:
     run_dir: str | None = None
     num_nodes: int = 1
     registry: str = "launcher.doctor.doctor_child:CHECKS"
-    checks: tuple[str, ...] = ()
-    needs: Needs | None = None
+
+
+Facts = Mapping[str, Any]
+
+
+class Size(int):
+    """A number of bytes; a text shows it as `1.5 GB`."""
+
+    def __format__(self, _: str) -> str:
+        return size_text(self)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The result of one check, or of `RESOLVE`, which alone has `needs`.
+class Rule:
+    """A row of a check's table: what is found if `when` holds.
 
-    `refused` says why the user's input cannot be used; then there are no findings, and nothing follows.
+    Attributes:
+        when: name of a fact, or a function of all facts, which are its argument's attributes. If it gives a list, there
+            is a finding for each member, whose items are facts of this row, too.
+        text, remedy: formats of the facts.
+        ends: if it holds, the rows that follow say nothing.
     """
 
-    findings: tuple[Finding, ...] = ()
-    needs: Needs | None = None
-    refused: str = ""
+    level: Level
+    when: str | Callable[[Any], object]
+    text: str
+    remedy: str = ""
+    ends: bool = False
+
+    def held_by(self, facts: Facts) -> list[Facts]:
+        """Return the facts of each finding."""
+        held = facts[self.when] if isinstance(self.when, str) else self.when(SimpleNamespace(**facts))
+        return [{**facts, **item} for item in held] if isinstance(held, list) else [facts] if held else []
 
 
-def encode(message: Order | Answer) -> bytes:
-    """Return a message as one line."""
-    return json.dumps(asdict(message)).encode() + b"\n"
+ok, warning, error = (partial(Rule, level) for level in Level)
+fatal = partial(Rule, Level.ERROR, ends=True)
 
 
-def decode_order(line: bytes) -> Order:
-    fields = json.loads(line)
-    lists = {name: tuple(fields[name]) for name in ("overrides", "checks")}
-    return Order(**{**fields, **lists, "needs": _needs(fields["needs"])})
+@dataclass(frozen=True)
+class Check:
+    """One check of the machine.
 
+    Attributes:
+        look: gathers facts, and decides nothing.
+        fine: format of what it says if no rule holds.
+        deadline_s: after this time it counts as hanging, and `if_hanging` says what to do.
+    """
 
-def decode_answer(line: bytes) -> Answer:
-    fields = json.loads(line)
-    findings = tuple(Finding(**{**each, "level": Level(each["level"])}) for each in fields["findings"])
-    return Answer(findings, _needs(fields["needs"]), fields["refused"])
+    name: str
+    look: Callable[[Needs], Facts]
+    rules: tuple[Rule, ...]
+    fine: str
+    deadline_s: float
+    if_hanging: str
+
+    def judge(self, facts: Facts, needs: Needs) -> list[Finding]:
+        """Return what the table says of the facts, to which those of `needs` belong."""
+        known, found = {**vars(needs), **facts}, []
+        for rule in self.rules:
+            held = rule.held_by(known)
+            found += [
+                Finding(self.name, rule.level, rule.text.format(**one), rule.remedy.format(**one)) for one in held
+            ]
+            if held and rule.ends:
+                break
+        return found or [Finding(self.name, Level.OK, self.fine.format(**known))]
+
+    def run(self, needs: Needs) -> list[Finding]:
+        """Look and judge; an exception becomes a finding, too."""
+        try:
+            return self.judge(self.look(needs), needs)
+        except ImportError as missing:
+            text, remedy = f"without the package {missing.name}", "first do what `packages` says"
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 (one that fails must not end the others)
+            text, remedy = f"({reason(raised)})", "look at it by hand, and report what happened"
+        return [Finding(self.name, Level.WARNING, f"this could not be checked {text}", remedy)]
 
 
 def summary(findings: Sequence[Finding], seconds: float) -> str:
@@ -176,7 +214,3 @@ def reason(error: BaseException) -> str:
 
 def _count(findings: Sequence[Finding], level: Level) -> int:
     return sum(each.level is level for each in findings)
-
-
-def _needs(fields: Mapping[str, Any] | None) -> Needs | None:
-    return None if fields is None else Needs(**{**fields, "engines": tuple(fields["engines"])})

@@ -1,35 +1,35 @@
-"""Checks of the network: interfaces and which one each library would take, names, loopback, ports, and the server of
+"""Checks of the network: interfaces and which one each library would take, look-ups, loopback, ports, and the server of
 the queue's storage backend if there is one.
 """
 
+import contextlib
 import importlib
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from asyncflow.errors import ConfigError
 from asyncflow.extras import pip_line
-from asyncflow.job import LOOPBACK, is_loopback
-from launcher.doctor.findings import Finding, Needs, reason
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK, address_to_listen_on, interface_towards, is_loopback
+from launcher.doctor.findings import Check, Facts, Needs, error, fatal, reason, warning
 
-NETWORK, PORTS, BACKEND = "network", "ports", "storage backend"
-_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "cuda", "HCCL_SOCKET_IFNAME": "npu"}
-"""Variable -> the device whose backend reads it; empty: Gloo's, which is read everywhere."""
+_VARIABLES = {"cuda": "NCCL_SOCKET_IFNAME", "npu": "HCCL_SOCKET_IFNAME"}
+"""Device -> the variable that its backend reads."""
 _SLOW_S = 0.5
 _ANSWER_S = 5.0
-_TORCHRUN_PORT = 29500
 _LEAST_PORTS = 1000
-_PRIVILEGED = 1024
-_PORT_RANGE = "net.ipv4.ip_local_port_range"
-_BACKEND_MODULES = {"redis": "redis", "mooncake": "mooncake.store"}
+_BACKENDS = {
+    "redis": ("redis", "redis-server --port PORT"), "mooncake": ("mooncake.store", "mooncake_master --port=PORT"),
+}  # fmt: skip
+"""Kind -> its package's module, and what starts its server."""
 _REDIS_PORT = 6379
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """One network interface; `address` is IPv4, empty if there is none."""
 
     name: str
@@ -38,150 +38,59 @@ class Interface:
     address: str = ""
 
 
-@dataclass(frozen=True)
-class NetworkFacts:
-    """The network of this host.
-
-    Attributes:
-        variables: those of `_VARIABLES` that are set.
-        host_addresses: what the host's own name resolves to; empty: it does not resolve.
-        lookup_s: the slower one of looking up the own name and the name of the loopback address (s).
-        loopback_error: why a connection over loopback failed; empty: it did not.
-    """
-
-    interfaces: tuple[Interface, ...]
-    variables: dict[str, str]
-    host: str
-    host_addresses: tuple[str, ...]
-    lookup_s: float
-    loopback_error: str
-
-
-@dataclass(frozen=True)
-class PortFacts:
-    """The ports that the kernel may hand out.
-
-    Attributes:
-        low, high: first and last port.
-        reserved: ranges (first, last) that are left out.
-        used: number of ports of the range that sockets have now.
-    """
-
-    low: int
-    high: int
-    reserved: tuple[tuple[int, int], ...] = ()
-    used: int = 0
-
-
-@dataclass(frozen=True)
-class BackendFacts:
-    """What happened when the storage backend was tried.
-
-    Attributes:
-        import_error: of the backend's package; empty: none.
-        server: its address, without a password.
-        server_error: why it does not answer; empty: it does.
-    """
-
-    import_error: str = ""
-    server: str = ""
-    server_error: str = ""
-
-
-def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> NetworkFacts:
+def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> Facts:
     """Read the interfaces, look names up, and connect over loopback."""
-    host = socket.gethostname()
-    addresses, lookup_s = _addresses_of(host)
-    began = time.monotonic()
-    socket.getnameinfo((LOOPBACK, 0), 0)
-    return NetworkFacts(
-        find_interfaces(),
-        {name: env[name] for name in _VARIABLES if env.get(name)},
-        host,
-        addresses,
-        max(lookup_s, time.monotonic() - began),
-        _loopback_error(),
-    )
+    host, interfaces, (name, address) = socket.gethostname(), find_interfaces(), between_nodes(env)
+    up = [each.name for each in interfaces if each.up]
+    gloo, variable = env.get(GLOO_INTERFACE, ""), _VARIABLES.get(needs.device, "")
+    pattern = env.get(variable, "")
+    taken = chosen(up, pattern) if pattern else []
+    wrong = [{"variable": variable, "value": pattern}] if pattern and not taken else []
+    # On one node Gloo is made to use loopback, whatever the variable says.
+    if gloo and needs.num_nodes > 1 and gloo.split(",")[0] not in up:
+        wrong.append({"variable": GLOO_INTERFACE, "value": gloo})
+    library, own = variable.partition("_")[0], " ".join(each for each in taken if each != "lo") or "its own choice"
+    return {
+        "host": host, "lookup_s": lookup_s(host), "obstacle": loopback_error(), "names": " ".join(up), "wrong": wrong,
+        "loopback": any(each.loopback and each.up for each in interfaces), "outside": name,
+        "suggestion": name or "lo", "address": address or LOOPBACK, "own": f", {library} {own}" if library else "",
+        "gloo": f"{name} ({address}) between nodes" if name else "no other is up",
+    }  # fmt: skip
 
 
-def judge_network(facts: NetworkFacts, needs: Needs) -> list[Finding]:
-    missing = _judge_interfaces(facts, needs)
-    if missing:
-        return missing
-    findings = [*_judge_variables(facts, needs), *_judge_names(facts, needs)]
-    return findings or [Finding.ok(NETWORK, _choice(facts, needs))]
+NETWORK = Check(
+    "network", try_network, (
+        fatal(lambda f: not f.loopback, "the loopback interface is down or missing", "ip link set lo up"),
+        fatal("obstacle", f"no connection over {LOOPBACK}: {{obstacle}}",
+              "iptables -A INPUT -i lo -j ACCEPT (a firewall is in the way, or ip addr add 127.0.0.1/8 dev lo)"),
+        fatal(lambda f: f.num_nodes > 1 and not f.outside,
+              "no interface but loopback is up with an address, so no other node can be reached",
+              "ip link set NAME up; ip addr add ADDRESS/BITS dev NAME"),
+        error("wrong", "{variable}={value} names no interface that is up; there are {names}",
+              "unset {variable}, or export {variable}={suggestion}"),
+        warning(lambda f: f.lookup_s > _SLOW_S,
+                f"looking up {{host}} or {LOOPBACK} takes {{lookup_s:.1f}} s, as may every connection",
+                "echo '{address} {host}' >> /etc/hosts; have 'hosts: files dns' in /etc/nsswitch.conf"),
+    ),
+    "Gloo takes lo inside the node, {gloo}{own}",
+    15, "the resolver hangs: correct /etc/resolv.conf, own name to /etc/hosts",
+)  # fmt: skip
 
 
-def read_ports(needs: Needs) -> PortFacts:
-    """Read the port range, and count its ports in use."""
-    import psutil
+def between_nodes(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return (interface, address) that Gloo would take between nodes; empty: there is none.
 
-    settings = Path("/proc/sys/net/ipv4")
-    low, high = (int(number) for number in (settings / "ip_local_port_range").read_text().split())
-    reserved = parse_ranges((settings / "ip_local_reserved_ports").read_text().strip())
-    used = {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
-    return PortFacts(low, high, reserved, sum(low <= port <= high for port in used))
-
-
-def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
-    """Compare the free ports with what the run needs."""
-    reserved = sum(max(0, min(last, facts.high) - max(first, facts.low) + 1) for first, last in facts.reserved)
-    left = facts.high - facts.low + 1 - reserved - facts.used
-    remedy = f"sysctl -w {_PORT_RANGE}='32768 60999'"
-    where = f"{facts.low} to {facts.high}"
-    if left < needs.connections:
-        text = f"{left} ports are left of {where}; the run takes up to {needs.connections}"
-        return [Finding.error(PORTS, text, remedy)]
-    findings = []
-    if left < max(_LEAST_PORTS, 2 * needs.connections):
-        findings.append(Finding.warning(PORTS, f"only {left} ports are left of {where}", remedy))
-    if facts.low < _PRIVILEGED:
-        text = f"the ports {where} begin among those of system services"
-        findings.append(Finding.warning(PORTS, text, remedy))
-    for port, owner in _fixed_ports(needs).items():
-        if facts.low <= port <= facts.high and not any(first <= port <= last for first, last in facts.reserved):
-            text = f"{owner} needs port {port}, which any connection may take first: the kernel hands out {where}"
-            setting = "net.ipv4.ip_local_reserved_ports"
-            findings.append(Finding.warning(PORTS, text, f"sysctl -w {setting}={port}"))
-    known = f", the run takes up to {needs.connections}" if needs.connections else ""
-    return findings or [Finding.ok(PORTS, f"{left} are left of {where}{known}")]
-
-
-def try_backend(needs: Needs) -> BackendFacts:
-    """Import the backend's package and connect to its server."""
-    if needs.backend not in _BACKEND_MODULES:
-        return BackendFacts()
-    try:
-        importlib.import_module(_BACKEND_MODULES[needs.backend])
-    except ImportError as error:
-        return BackendFacts(import_error=reason(error))
-    if needs.backend == "redis":
-        return BackendFacts("", *_ask_redis(needs.backend_address))
-    return BackendFacts("", needs.backend_address, _connection_error(needs.backend_address))
-
-
-def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
-    if needs.backend not in _BACKEND_MODULES:
-        what = "a class of yours, not checked" if ":" in needs.backend else "nothing else is needed"
-        return [Finding.ok(BACKEND, f"{needs.backend}: {what}")]
-    if facts.import_error:
-        text = f"{needs.backend} cannot be imported ({facts.import_error})"
-        return [Finding.error(BACKEND, text, pip_line(needs.backend))]
-    if facts.server_error:
-        text = f"{needs.backend} at {facts.server} does not answer ({facts.server_error})"
-        start = "redis-server --port PORT" if needs.backend == "redis" else "mooncake_master --port=PORT"
-        return [Finding.error(BACKEND, text, f"start it ({start}), or correct tq.backend.address")]
-    return [Finding.ok(BACKEND, f"{needs.backend} at {facts.server} answers")]
-
-
-def between_nodes(interfaces: Sequence[Interface]) -> str:
-    """Return the interface that Gloo would take between nodes; empty: there is none.
-
-    It is the one that GLOO_SOCKET_IFNAME names first, else the one with the address of the host's name, else the first
-    one that is up.
+    It is the interface that GLOO_SOCKET_IFNAME names first, else the one at which others find this host.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return _between(interfaces, named, _addresses_of(socket.gethostname())[0])
+    named = env.get(GLOO_INTERFACE, "").split(",")[0]
+    for each in find_interfaces():
+        if each.name == named and each.up and each.address:
+            return named, each.address
+    address = address_to_listen_on("")
+    try:
+        return ("", "") if is_loopback(address) else (interface_towards(address), address)
+    except ConfigError:  # no route
+        return "", ""
 
 
 def chosen(names: Sequence[str], pattern: str) -> list[str]:
@@ -206,103 +115,17 @@ def find_interfaces() -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse `8080,9148-9150` into ranges (first, last)."""
-    pieces = [part.partition("-") for part in text.split(",") if part]
-    return tuple((int(first), int(last or first)) for first, _, last in pieces)
-
-
-def _judge_interfaces(facts: NetworkFacts, needs: Needs) -> list[Finding]:
-    if not any(each.loopback and each.up for each in facts.interfaces):
-        return [Finding.error(NETWORK, "the loopback interface is down or missing", "ip link set lo up")]
-    if facts.loopback_error:
-        remedy = "iptables -A INPUT -i lo -j ACCEPT (a firewall is in the way, or ip addr add 127.0.0.1/8 dev lo)"
-        return [Finding.error(NETWORK, f"no connection over {LOOPBACK}: {facts.loopback_error}", remedy)]
-    if needs.num_nodes > 1 and not _between(facts.interfaces, "", ()):
-        text = "no interface but loopback is up with an address, so no other node can be reached"
-        return [Finding.error(NETWORK, text, "ip link set NAME up; ip addr add ADDRESS/BITS dev NAME")]
-    return []
-
-
-def _judge_variables(facts: NetworkFacts, needs: Needs) -> list[Finding]:
-    findings = []
-    for name, pattern in facts.variables.items():
-        device = _VARIABLES[name]
-        if device and device != needs.device:
-            continue
-        names = [each.name for each in facts.interfaces if each.up]
-        taken = chosen(names, pattern) if device else [part for part in pattern.split(",") if part in names]
-        if taken:
-            continue
-        text = f"{name}={pattern} names no interface that is up; there are {' '.join(names)}"
-        remedy = f"unset {name}, or export {name}={_suggestion(facts)}"
-        # On one node the launcher makes Gloo use loopback, whatever the variable says.
-        if device or needs.num_nodes > 1:
-            findings.append(Finding.error(NETWORK, text, remedy))
-        else:
-            findings.append(Finding.warning(NETWORK, f"{text} (one node: unused)", remedy))
-    return findings
-
-
-def _judge_names(facts: NetworkFacts, needs: Needs) -> list[Finding]:
-    findings = []
-    hosts_line = f"echo '{_address_to_name(facts)} {facts.host}' >> /etc/hosts"
-    several = needs.num_nodes > 1
-    if not facts.host_addresses:
-        text = f"the host's own name {facts.host} does not resolve"
-        finding = Finding.error if several else Finding.warning
-        findings.append(finding(NETWORK, text, hosts_line))
-    elif several and not facts.variables.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, facts.host_addresses)):
-        text = f"the host's own name {facts.host} means {facts.host_addresses[0]}, where other nodes cannot reach it"
-        findings.append(Finding.warning(NETWORK, text, f"export GLOO_SOCKET_IFNAME={_suggestion(facts)}"))
-    if facts.lookup_s > _SLOW_S:
-        text = f"looking up {facts.host} or {LOOPBACK} takes {facts.lookup_s:.1f} s, as may every connection"
-        remedy = f"{hosts_line}; have 'hosts: files dns' in /etc/nsswitch.conf"
-        findings.append(Finding.warning(NETWORK, text, remedy))
-    return findings
-
-
-def _choice(facts: NetworkFacts, needs: Needs) -> str:
-    named = facts.variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    outside = _between(facts.interfaces, named, facts.host_addresses)
-    address = next((each.address for each in facts.interfaces if each.name == outside), "")
-    parts = ["Gloo takes lo inside the node", f"{outside} ({address}) between nodes" if outside else "no other is up"]
-    variable = next((name for name, device in _VARIABLES.items() if device == needs.device), None)
-    if variable is not None:
-        pattern = facts.variables.get(variable)
-        names = [each.name for each in facts.interfaces if each.up and not each.loopback]
-        taken = " ".join(chosen(names, pattern)) if pattern else "its own choice"
-        parts.append(f"{variable.split('_')[0]} {taken}")
-    return ", ".join(parts)
-
-
-def _between(interfaces: Sequence[Interface], named: str, addresses: Sequence[str]) -> str:
-    able = [each for each in interfaces if each.up and not each.loopback and each.address]
-    by_name = [each.name for each in able if each.name == named]
-    by_address = [each.name for each in able if each.address in addresses]
-    return next(iter([*by_name, *by_address, *(each.name for each in able)]), "")
-
-
-def _suggestion(facts: NetworkFacts) -> str:
-    return _between(facts.interfaces, "", facts.host_addresses) or "lo"
-
-
-def _address_to_name(facts: NetworkFacts) -> str:
-    outside = _suggestion(facts)
-    return next((each.address for each in facts.interfaces if each.name == outside and each.address), LOOPBACK)
-
-
-def _addresses_of(host: str) -> tuple[tuple[str, ...], float]:
-    """Return (addresses of a name, seconds that the lookup took)."""
+def lookup_s(host: str) -> float:
+    """Return the slower one of looking up the host's name and the name of the loopback address (s)."""
     began = time.monotonic()
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    return tuple(dict.fromkeys(str(each[4][0]) for each in found)), time.monotonic() - began
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    between = time.monotonic()
+    socket.getnameinfo((LOOPBACK, 0), 0)
+    return max(between - began, time.monotonic() - between)
 
 
-def _loopback_error() -> str:
+def loopback_error() -> str:
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
@@ -310,23 +133,78 @@ def _loopback_error() -> str:
         ):
             server.settimeout(_ANSWER_S)
             server.accept()[0].close()
-    except OSError as error:
-        return reason(error)
+    except OSError as raised:
+        return reason(raised)
     return ""
 
 
-def _fixed_ports(needs: Needs) -> dict[int, str]:
-    """Return port -> owner for the run's fixed ports, not for those where any free port will do."""
-    fixed = {_TORCHRUN_PORT: "torchrun between nodes"} if needs.num_nodes > 1 else {}
-    address = needs.backend_address
-    if address:
-        try:
-            port = urlsplit(address if "//" in address else f"//{address}").port
-        except ValueError:
-            port = None
-        if port is not None:
-            fixed[port] = f"the storage backend {needs.backend}"
-    return fixed
+def look_at_ports(needs: Needs) -> Facts:
+    """Count the ports that the kernel may still hand out."""
+    low, high, reserved = port_range()
+    withheld = sum(max(0, min(last, high) - max(first, low) + 1) for first, last in reserved)
+    left = high - low + 1 - withheld - sum(low <= port <= high for port in ports_in_use())
+    known = f", the run takes up to {needs.connections}" if needs.connections else ""
+    return {"left": left, "range": f"{low} to {high}", "known": known}
+
+
+_WIDER = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+PORTS = Check(
+    "ports", look_at_ports, (
+        fatal(lambda f: f.left < f.connections, "{left} ports are left of {range}; the run takes up to {connections}",
+              _WIDER),
+        warning(lambda f: f.left < max(_LEAST_PORTS, 2 * f.connections), "only {left} ports are left of {range}",
+                _WIDER),
+    ),
+    "{left} are left of {range}{known}",
+    10, "does ss -s answer?",
+)  # fmt: skip
+
+
+def port_range() -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Return the first and the last port that the kernel hands out, and the ranges that it leaves out."""
+    settings = Path("/proc/sys/net/ipv4")
+    low, high = (int(number) for number in (settings / "ip_local_port_range").read_text().split())
+    return low, high, parse_ranges((settings / "ip_local_reserved_ports").read_text().strip())
+
+
+def ports_in_use() -> set[int]:
+    import psutil
+
+    return {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
+
+
+def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse `8080,9148-9150` into ranges (first, last)."""
+    pieces = [part.partition("-") for part in text.split(",") if part]
+    return tuple((int(first), int(last or first)) for first, _, last in pieces)
+
+
+def try_backend(needs: Needs) -> Facts:
+    """Import the backend's package and connect to its server."""
+    kind, address = needs.backend, needs.backend_address
+    if kind not in _BACKENDS:
+        own = "a class of yours, not checked" if ":" in kind else "nothing else is needed"
+        return {"broken": "", "silent": "", "fine": f"{kind}: {own}"}
+    module, start = _BACKENDS[kind]
+    broken = silent = ""
+    try:
+        importlib.import_module(module)
+    except ImportError as raised:
+        broken = reason(raised)
+    else:
+        address, silent = _ask_redis(address) if kind == "redis" else (address, _connection_error(address))
+    facts = {"server": f"{kind} at {address}", "start": start, "install": pip_line(kind)}
+    return {"broken": broken, "silent": silent, "fine": f"{kind} at {address} answers", **facts}
+
+
+BACKEND = Check(
+    "storage backend", try_backend, (
+        error("broken", "{backend} cannot be imported ({broken})", "{install}"),
+        error("silent", "{server} does not answer ({silent})", "start it ({start}), or correct tq.backend.address"),
+    ),
+    "{fine}",
+    30, "does its server answer? correct tq.backend.address",
+)  # fmt: skip
 
 
 def _ask_redis(address: str) -> tuple[str, str]:
@@ -339,8 +217,8 @@ def _ask_redis(address: str) -> tuple[str, str]:
         client = redis.Redis.from_url(address, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S)
         client.ping()
         client.close()
-    except (redis.RedisError, ValueError) as error:
-        return server, reason(error)
+    except (redis.RedisError, ValueError) as raised:
+        return server, reason(raised)
     return server, ""
 
 
@@ -350,6 +228,6 @@ def _connection_error(address: str) -> str:
         return "not HOST:PORT"
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
-        return reason(error)
+    except OSError as raised:
+        return reason(raised)
     return ""

@@ -1,16 +1,14 @@
-"""The measuring process: `python -m launcher.profile.measure PARENT DEVICE`, order on stdin, JSON lines on stdout.
+"""What the measuring process does for `launcher.profile.profile_run`.
 
-Models get random weights with which no response ends early. Only `launcher.profile.profile_run` starts this process.
+Models get random weights with which no response ends early.
 """
 
-import json
+import contextlib
 import os
 import statistics
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.device import open_device
-from asyncflow.process import die_with_parent
+from asyncflow.device import open_device, wait_for_device
 from launcher.doctor.device_check import default_group, rank_devices, started_ranks
-from launcher.doctor.findings import reason
 from launcher.plan.profile import (
     COLLECTIVES,
     COPY_IN,
@@ -216,15 +212,11 @@ class Bench:
         return self._vocabulary
 
     def _timed(self, call: Callable[[], object]) -> float:
-        self._wait()
+        wait_for_device(self._device)
         began = self._clock()
         call()
-        self._wait()
+        wait_for_device(self._device)
         return self._clock() - began
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 _NEVER = threading.Event()
@@ -267,7 +259,7 @@ def _never_end(model: Any, eos: tuple[int, ...]) -> None:
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the facts that tell devices apart."""
     cores = len(os.sched_getaffinity(0))
-    found = {"kind": device.type, "cores": cores, "torch": torch.__version__}
+    found = {"kind": device.type, "cores": cores, "torch": str(torch.__version__)}
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"name": f"cpu, {_processor()}", **found, "memory_gb": round(memory / 1e9, 1)}
@@ -282,31 +274,33 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), os.uname().machine)
 
 
-def main() -> None:
-    """Describe the device, then measure the blocks of the order on stdin."""
-    die_with_parent(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to stdout, where answers go
-    kind = sys.argv[2]
-    device = open_device(kind if kind == "cpu" else f"{kind}:0")
-    answers.write(json.dumps({"device": describe(device), "ranks": len(rank_devices(kind))}) + "\n")
-    order = json.loads(sys.stdin.read())
-    blocks = [Block(**each) for each in order["blocks"]]
-    config = RunConfig.model_validate(order["config"])
-    torch.set_num_threads(config.launcher.threads_per_worker)
-    longest = max((block.prompt for block in blocks), default=1)
-    with tempfile.TemporaryDirectory(prefix="asyncflow-profile-") as place, default_group(device):
-        bench = Bench(config, device, Path(place), longest=longest)
-        for number, block in enumerate(blocks):
-            try:
-                answer: dict[str, Any] = {"number": number, "seconds": bench.seconds(block)}
-            except Exception as error:  # noqa: BLE001 (the process's boundary: the command says which block failed)
-                answer = {"number": number, "error": reason(error)}
-            answers.write(json.dumps(answer) + "\n")
-            if "error" in answer:
-                break
-        bench.close()
+class Measuring:
+    """What the command asks of the measuring process.
 
+    Args:
+        place: existing directory for models.
+    """
 
-if __name__ == "__main__":
-    main()
+    def __init__(self, kind: str, config: RunConfig, place: Path) -> None:
+        self._kind, self._config, self._place = kind, config, place
+        self._device = open_device(kind if kind == "cpu" else f"{kind}:0")
+        self._group = contextlib.ExitStack()
+        self._bench: Bench | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the device's description, and the number of ranks that its collectives would have."""
+        return {"device": describe(self._device), "ranks": len(rank_devices(self._kind))}
+
+    def seconds(self, block: Mapping[str, Any], longest: int) -> float:
+        """Return the median time of a block (s). `longest` is the same for all blocks: see `Bench`."""
+        if self._bench is None:
+            torch.set_num_threads(self._config.launcher.threads_per_worker)
+            self._group.enter_context(default_group(self._device))
+            self._bench = Bench(self._config, self._device, self._place, longest=longest)
+        return self._bench.seconds(Block(**block))
+
+    def close(self) -> None:
+        """End the processes of the engine."""
+        if self._bench is not None:
+            self._bench.close()
+        self._group.close()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.device import group_backends
-from launcher.doctor.software import TOKENS, random_batch, train, write_model
+from launcher.doctor.device_check import TOKENS, random_batch, train, write_model
 from workers.engines.base import GenerateRequest
 from workers.engines.base import generate as responses_of
 from workers.engines.device_memory import ModelSizes, Parts, frozen_memory, hf_memory

@@ -15,7 +15,7 @@ from launcher.doctor.findings import RESOLVE
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
 DEADLINE_S = 150
-CERTAIN = {"configuration", "packages", "clock", "devices", "shared memory", "groups", "storage backend", "engines"}
+CERTAIN = {"configuration", "packages", "devices", "shared memory", "groups", "storage backend", "engines"}
 """Checks that find nothing wrong on any machine on which these tests run."""
 
 

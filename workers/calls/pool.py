@@ -14,8 +14,12 @@ pool does not know what it calls: rewards, tasks and other user code have one po
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
+import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -104,6 +108,20 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
         finally:
             self._replies.pop(number, None)
             self._alone = False
+
+    def terminate(self) -> None:
+        """Ask its function to leave, if it has a handler for SIGTERM; see `outlive_stop_signals`."""
+        # Not `Popen.terminate`: it would reap a dead child, and `kill` then no longer ends what that one started.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
+
+    def ending(self) -> str:
+        """Say how the process ended; its own end counts, though `kill` came after it."""
+        code = self._process.returncode
+        if code is None:
+            return "cannot be ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def kill(self) -> None:
         """Kill it; idempotent. Its calls raise `ChildDied`."""
@@ -410,3 +428,68 @@ async def _started_once(entry: Entry) -> PoolChild:
     child = PoolChild()
     await child.load(Load(entry.function, entry.settings, entry.memory_bytes))
     return child
+
+
+class CallProcess:
+    """One child for one caller, who makes one call after the other. It dies with the thread that constructs this.
+
+    A function that handles SIGTERM gets it when its call's time is up, or the caller is interrupted, and may clean up
+    for `LEAVE_S`. Then its process is killed with all that it started. Not thread-safe.
+    """
+
+    LEAVE_S = 2.0
+
+    def __init__(self, entry: Entry) -> None:
+        self._child = PoolChild()
+        self._entry = entry
+        self._loaded = False
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> "CallProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._gone())
+        self._runner.close()
+
+    def call(self, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call the function with JSON arguments; the first call also waits until it is imported.
+
+        Raises:
+            CallRaised, ResultUnusable: see there.
+            ConfigError: the function cannot be imported.
+            TimeoutError: it took longer; there are no further calls.
+            ChildDied: the process ended; says how.
+        """
+        return self._runner.run(self._call(arguments, timeout_s))
+
+    async def _call(self, arguments: Sequence[Any], timeout_s: float | None) -> Any:
+        try:
+            if not self._child.alive:
+                raise ChildDied
+            if not self._loaded:
+                self._loaded = True  # it is tried once
+                await self._child.load(Load(self._entry.function, self._entry.settings, self._entry.memory_bytes))
+            return await self._result(self._child.begin(arguments, alone=False), timeout_s)
+        except ChildDied:
+            await self._gone()
+            raise ChildDied(self._child.ending()) from None
+
+    async def _result(self, number: int, timeout_s: float | None) -> Any:
+        answer = asyncio.ensure_future(self._child.result(number, math.inf))
+        in_time = False
+        try:
+            in_time = bool((await asyncio.wait({answer}, timeout=timeout_s))[0])
+        finally:
+            if not in_time:
+                self._child.terminate()
+                await asyncio.wait({answer}, timeout=self.LEAVE_S)
+                self._child.kill()
+                await asyncio.gather(answer, return_exceptions=True)
+        if not in_time:
+            raise TimeoutError(f"timed out after {timeout_s:g} s")
+        return answer.result()
+
+    async def _gone(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a process that hangs in the kernel ends when the kernel lets it
+            await asyncio.wait_for(self._child.gone(), self.LEAVE_S)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.calls.pool import CallPool
+from workers.calls.pool import CallPool, CallProcess, CallRaised, ChildDied, Entry
 
 DEADLINE_S = 60
 SOURCE = """
@@ -221,6 +221,21 @@ def test_close_kills_the_children_and_cancels_what_is_not_done(open_pool: Open) 
         with pytest.raises(CancelledError):
             call.result(0)
     assert Path(f"/proc/{pid}").exists(), "another pool's"
+
+
+@pytest.mark.usefixtures("open_pool")
+def test_one_process_has_a_deadline_for_each_call_and_tells_how_it_ended() -> None:
+    does = Entry("users_code:entry", {"name": "does"})
+    with CallProcess(does) as process:
+        assert process.call("fine", timeout_s=DEADLINE_S) == "fine"
+        with pytest.raises(CallRaised, match="ValueError: no idea"):
+            process.call("raise")
+        with pytest.raises(TimeoutError, match="timed out after 0.5 s"):
+            process.call("hang", timeout_s=0.5)
+        with pytest.raises(ChildDied, match="was ended by SIGKILL"):
+            process.call("fine")
+    with CallProcess(does) as process, pytest.raises(ChildDied, match="ended with code 3"):
+        process.call("exit")
 
 
 PARENT = """

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from launcher.doctor.doctor_child import Check
-from launcher.doctor.findings import Finding, Needs
+from launcher.doctor.findings import Check, Facts, Needs, Rule, error, warning
 
 PLACE = "ASYNCFLOW_TEST_PLACE"
 """Environment variable: a directory where checks leave word of what they do."""
@@ -19,56 +20,62 @@ def place() -> Path:
     return Path(os.environ[PLACE])
 
 
-def fine(needs: Needs) -> list[Finding]:
-    return [Finding.ok("fine", f"seen by {os.getpid()}, for {needs.num_nodes} nodes")]
+def see(needs: Needs) -> Facts:
+    return {"pid": os.getpid()}
 
 
-def hang(needs: Needs) -> list[Finding]:
+def hang(needs: Needs) -> NoReturn:
     """Starts a process, makes a directory, then waits for ever."""
     helper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     (place() / "pids").write_text(f"{os.getpid()} {helper.pid}")
     with tempfile.TemporaryDirectory(dir=place()):
         (place() / "hanging").touch()
-        threading.Event().wait()
-    return []
+        while True:
+            threading.Event().wait()
 
 
-def stubborn(needs: Needs) -> list[Finding]:
+def stubborn(needs: Needs) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return hang(needs)
+    hang(needs)
 
 
-def crash(needs: Needs) -> list[Finding]:
+def crash(needs: Needs) -> Facts:
     os.kill(os.getpid(), signal.SIGSEGV)
-    return []
+    return {}
 
 
-def leave(needs: Needs) -> list[Finding]:
+def leave(needs: Needs) -> NoReturn:
     os._exit(7)
 
 
-def fail(needs: Needs) -> list[Finding]:
+def fail(needs: Needs) -> NoReturn:
     raise ValueError("an odd machine\nindeed")
 
 
-def lack(needs: Needs) -> list[Finding]:
+def lack(needs: Needs) -> NoReturn:
     raise ModuleNotFoundError("No module named 'left_pad'", name="left_pad")
 
 
-def chatter(needs: Needs) -> list[Finding]:
+def chatter(needs: Needs) -> Facts:
     os.write(1, b"a library prints\n")
     os.write(2, b"and warns\n")
-    return [Finding.warning("chatter", "one", "do this"), Finding.error("chatter", "two", "do that")]
+    return {"printed": True}
 
 
 _LONG_S, _SHORT_S = 60.0, 10.0
-FINE = Check("fine", fine, _LONG_S, "-")
-ALSO_FINE = Check("also fine", fine, _LONG_S, "-")
-HANG = Check("hang", hang, _SHORT_S, "unplug it")
-STUBBORN = Check("stubborn", stubborn, _SHORT_S, "unplug it")
-CRASH = Check("crash", crash, _LONG_S, "another driver")
-LEAVE = Check("leave", leave, _LONG_S, "another library")
-FAIL = Check("fail", fail, _LONG_S, "-")
-LACK = Check("lack", lack, _LONG_S, "-")
-CHATTER = Check("chatter", chatter, _LONG_S, "-")
+
+
+def _check(name: str, look: Callable[[Needs], Facts], if_hanging: str = "-", *rules: Rule) -> Check:
+    return Check(name, look, rules, "seen by {pid}, for {num_nodes} nodes", _LONG_S, if_hanging)
+
+
+FINE = _check("fine", see)
+ALSO_FINE = _check("also fine", see)
+HANG = Check("hang", hang, (), "-", _SHORT_S, "unplug it")
+STUBBORN = Check("stubborn", stubborn, (), "-", _SHORT_S, "unplug it")
+CRASH = _check("crash", crash, "another driver")
+LEAVE = _check("leave", leave, "another library")
+FAIL = _check("fail", fail)
+LACK = _check("lack", lack)
+CHATTER = _check("chatter", chatter, "-", warning("printed", "one", "do this"), error("printed", "two", "do that"))
 CHECKS = (FINE, ALSO_FINE, HANG, STUBBORN, CRASH, LEAVE, FAIL, LACK, CHATTER)

@@ -1,7 +1,6 @@
 """Ranks of the device check: what would hang on NCCL does not, and what hangs costs nobody else's answer."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 from launcher.doctor import device_check, device_ranks
-from launcher.doctor import device_check as rank_processes
-from launcher.doctor.device_check import started_ranks
 
 CPU = torch.device("cpu")
 
@@ -51,26 +48,7 @@ def test_a_ring_sends_and_receives_as_one_group(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_hangs_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "_DEADLINE_S", 0.1)
-    with started_ranks("contexts", ["cpu"]) as (_, finish):  # it waits for what the check never says
-        assert finish() == ["no answer within 0.1 s"]
-
-
-@pytest.mark.parametrize(
-    ("said", "level", "text"),
-    [
-        ({"early": False, "hung": False, "seconds": 0.4}, "ok", "aborted ended (0.4 s)"),
-        ({"early": False, "hung": True, "seconds": 10.0}, "ok", "aborted hung (10.0 s)"),
-        ({"early": True, "hung": False, "seconds": 0.0}, "warning", "nothing was waited for"),
-        ("code -6", "warning", "the process ended (code -6)"),
-    ],
-)
-def test_what_an_aborted_connection_did_is_reported(
-    monkeypatch: pytest.MonkeyPatch, said: Any, level: str, text: str
-) -> None:
-    monkeypatch.setattr(device_check, "rank_devices", lambda _: ["cuda:0", "cuda:1"])
-    started = nullcontext((None, lambda: [said, {}]))
-    monkeypatch.setattr(device_check, "started_ranks", lambda *_: started)
-    needs: Any = SimpleNamespace(device="cuda")
-    (finding,) = device_check.check_connecting(needs)
-    assert finding.level == level and text in finding.text
+    monkeypatch.setattr(device_check, "_DEADLINE_S", 0.1)
+    with device_check.started_ranks("contexts", ["cpu"]) as (_, finish):  # it waits for what the check never says
+        (said,) = finish()
+        assert isinstance(said, str) and said.startswith("contexts took longer than the deadline = 0.1 s on rank 0")

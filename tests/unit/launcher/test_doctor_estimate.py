@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import Preflight, check_run
@@ -211,6 +212,6 @@ def test_configuration_is_placed_on_as_many_nodes_as_there_are(
     monkeypatch.setattr("launcher.checks.preflight.find_devices", lambda _: Devices("npu", 5))
     given = None if run_dir is None else str(tmp_path / run_dir)
     order = Order("quickstart", "rollout:6,actor:2,ref:1", ("weightsync.path=staged",), given)
-    two = resolve(replace(order, num_nodes=2))
-    assert two.needs is not None and two.needs.num_nodes == 2
-    assert resolve(order).refused, "nine ranks, five devices"
+    assert resolve(replace(order, num_nodes=2)).needs.num_nodes == 2
+    with pytest.raises(ConfigError):  # nine ranks, five devices
+        resolve(order)

@@ -1,6 +1,7 @@
 """The checks' own process: what hangs, crashes or raises costs one finding, and nothing stays behind."""
 
-import os
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks import proof_cache as model_proof
-from launcher.doctor.doctor_child import Check
-from launcher.doctor.findings import RESOLVE, Answer, Finding, Level, Needs, Order, decode_answer, decode_order, encode
+from launcher.doctor.findings import RESOLVE, Check, Finding, Level, Order
 from launcher.doctor.runner import examine
 
 HERE = Path(__file__).parent
@@ -24,8 +24,6 @@ FAKES = Order(registry="doctor_fakes:CHECKS")
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv(PLACE, str(tmp_path))
     return tmp_path
 
@@ -58,7 +56,7 @@ def test_what_libraries_print_is_not_shown(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("check", [HANG, pytest.param(STUBBORN, marks=pytest.mark.slow)])
 def test_a_check_that_hangs_costs_one_finding_and_leaves_nothing(check: Check, place: Path) -> None:
     before, hanging, after = run(FINE, check, ALSO_FINE)
-    assert hanging == Finding.error(check.name, f"timed out after {check.deadline_s:g} s", "unplug it")
+    assert hanging == Finding(check.name, Level.ERROR, f"timed out after {check.deadline_s:g} s", "unplug it")
     assert before.text != after.text  # another process
     child, helper = (int(pid) for pid in (place / "pids").read_text().split())
     assert not alive(child)
@@ -80,13 +78,13 @@ def test_the_process_ends_with_whoever_stops_listening(place: Path) -> None:
 
 def test_a_crash_names_the_signal_and_the_others_go_on() -> None:
     crashed, after = run(CRASH, FINE)
-    assert crashed == Finding.error("crash", "the checking process was ended by SIGSEGV", "another driver")
+    assert crashed == Finding("crash", Level.ERROR, "the checking process was ended by SIGSEGV", "another driver")
     assert after.level is Level.OK
 
 
 def test_a_library_that_ends_the_process_is_named_by_its_check() -> None:
     (left,) = run(LEAVE)
-    assert left == Finding.error("leave", "the checking process ended with code 7", "another library")
+    assert left == Finding("leave", Level.ERROR, "the checking process ended with code 7", "another library")
 
 
 def test_what_a_check_raises_is_a_warning_in_one_line() -> None:
@@ -128,20 +126,15 @@ def test_a_process_that_cannot_start_is_a_finding_not_a_wait(monkeypatch: pytest
     first, second = examine(FAKES, [FINE])
     assert first.check == second.check == RESOLVE
     assert first.text == "the checking process ended with code 1"
-    assert "-m launcher.doctor.doctor_child" in first.remedy
+    assert "import launcher.doctor.doctor_child" in first.remedy
 
 
-def test_messages_survive_the_way() -> None:
-    needs = Needs("/runs", engines=("hf", "fsdp"), memory_bytes=5)
-    order = Order("a.yaml", overrides=("x=1",), checks=("disk",), needs=needs)
-    assert decode_order(encode(order)) == order
-    finding = Finding.error("disk", "full", "make room")
-    for answer in (Answer((finding,), needs), Answer(refused="no"), Answer((finding, Finding.ok("disk", "fine")))):
-        assert decode_answer(encode(answer)) == answer
-
-
-def test_a_finding_has_a_remedy_unless_all_is_well() -> None:
-    with pytest.raises(AssertionError):
-        Finding("disk", Level.ERROR, "full")
-    with pytest.raises(AssertionError):
-        Finding("disk", Level.OK, "fine", "do nothing")
+def test_packages_without_which_nothing_can_be_checked_are_told() -> None:
+    script = "import sys; sys.modules[sys.argv.pop()] = None; from launcher.cli.commands import main; main()"
+    for package in ("msgspec", "pydantic"):
+        command = [sys.executable, "-c", script, "doctor", "--json", package]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        report = json.loads(done.stdout)
+        assert [finding["check"] for finding in report["findings"]] == [RESOLVE, "packages"]
+        assert package in report["findings"][0]["text"]
+        assert done.returncode == 1

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from asyncflow.device import wait_for_device
 from asyncflow.process import die_with_parent, keep_freed_memory
 from weightsync.plan import TensorSpec, TransferPlan
 from weightsync.receiver import Following, RankReceiver
@@ -132,7 +133,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
             load(self.receiver.held(group.broadcast))
         else:
             load(self._offered(msgspec.convert(update_info.offer, SlotOffer)))
-        self._wait_for_device()
+        wait_for_device(self._device)
 
     def finish_weight_update(self) -> None:
         """Convert the last layers to the kernels' layout."""
@@ -140,7 +141,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
 
         finalize_layerwise_reload(self._module, self._model_config)
         _pack_tied_weights(self._module)
-        self._wait_for_device()  # until here the device may still be reading the held version
+        wait_for_device(self._device)  # until here the device may still be reading the held version
 
     def shutdown(self) -> None:
         self._slots.clear()
@@ -154,10 +155,6 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         region = Region(self._slots.get(offer, ((0, offer.num_bytes),)), self._layout)
         for number, name in enumerate(self._layout.plan.names):
             yield name, region.tensor(number).to(self._device)
-
-    def _wait_for_device(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def _pack_tied_weights(model: Any) -> None:
