@@ -242,7 +242,7 @@ DOORS: tuple[Door, ...] = (
         + "    urllib.request.urlopen(request).read()\n    return result\n\n"
         "pathlib.Path(os.environ['ASYNCFLOW_RESULT']).write_text(json.dumps(main()))",
         {**_ROLLOUTS, "rollout.function": None, "rollout.agent_command": ["python", "door.py"],
-         "rollout.timeout_s": 30, "rollout.max_failures_in_a_row": 8},
+         "rollout.timeout_s": 15, "rollout.max_failures_in_a_row": 8},
         wrong="[1]", survives=_SURVIVES_ROLLOUT, says="rollout.agent_command", code=2, recipe="quickstart-tools",
         ways={"raises_for_half": _OF_ROLLOUTS["raises_for_half"]},
     ),
@@ -332,7 +332,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         "remote_scorer", _SERVES.replace("ANSWER", "{'scores': [random.random() for _ in asked['samples']]}"),
         {"reward.function": "http://127.0.0.1:PORT/score", "reward.timeout_s": 1, "reward.retries": 0},
-        wrong="{'scores': []}", says="reward.function: http", serves=True, code=2,
+        wrong="{'scores': []}", says="reward.function: http", serves=True,
         ways=_OF_REWARDS,
     ),
     Door(
@@ -351,11 +351,11 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "storage_backend",
-        "from tq.backends.backend import MemoryBackend\n\nclass Own(MemoryBackend):\n"
+        "from tq.backends.backend import MemoryBackend\n\nclass Own(MemoryBackend):\n    in_process = False\n"
         "    def load(self, key, num_bytes):\n        {deed}\n        return super().load(key, num_bytes)\n"
         "    def store(self, key, payload):\n        {deed}\n        super().store(key, payload)",
         {"tq.backend": {"kind": "door:Own"}, **_NEVER, **_STUCK},
-        wrong="7", says="",
+        survives=frozenset({"floods"}), wrong="7", says="",
     ),
     Door(
         "renderer",

@@ -72,7 +72,8 @@ def _examine(order: Order, todo: list[Check]) -> Iterator[Finding]:
     from asyncflow.process import variables_set
     from launcher.doctor.doctor_child import Resolved
     from launcher.process.fork_server import environment
-    from workers.calls.pool import CallProcess, ChildDied, Entry
+    from workers.calls.child_process import ChildDied
+    from workers.calls.pool import CallProcess, Entry
 
     needs: Needs | None = None
     while todo:

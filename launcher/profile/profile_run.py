@@ -15,7 +15,8 @@ from launcher.checks.placement import find_devices
 from launcher.plan.plan_report import model_sizes
 from launcher.plan.profile import Profile
 from launcher.process.fork_server import environment
-from workers.calls.pool import CallProcess, CallRaised, ChildDied, Entry
+from workers.calls.child_process import ChildDied
+from workers.calls.pool import CallProcess, CallRaised, Entry
 from workers.calls.user_function import Callee
 from workers.settings.run import RunConfig
 

@@ -390,6 +390,14 @@ def test_a_kill_that_repeats_is_told_to_the_user_with_what_held_the_loop(start: 
     assert "begin again (time 2)" in text
 
 
+def test_a_process_that_is_killed_counts_as_a_failed_attempt_of_each_rollout_in_it(start: Any) -> None:
+    told = {"max_failures": 1}
+    rollouts, _ = start(function="my_rollouts:blocks", max_attempts=1, stall_timeout_s=0.5, told=told)
+    rollouts.begin([request(index) for index in range(6)])
+    with pytest.raises(UserCodeFailed, match="^1[2-5] attempts at rollouts failed in a row"):  # of 3 kills
+        finished(rollouts, lambda done: len(done) == 6)
+
+
 def test_the_time_of_a_rollout_that_stands_in_line_has_not_begun(start: Any) -> None:
     rollouts, _ = start(function="my_rollouts:starts_slowly", timeout_s=2.0)
     rollouts.begin([request(index) for index in range(30)])

@@ -239,7 +239,7 @@ class Service:
             # Nobody's code ran, so any of these rollouts may be the cause.
             run.num_deaths += death.run == NOBODY
             if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
-                self._fail(run, f"its process {death.how}")
+                self._fail(run, f"its process {death.how}", attempts=len(held))
             else:
                 self._again(run)
 
@@ -315,14 +315,14 @@ class Service:
             return
         self._end(run)
 
-    def _fail(self, run: Run, text: str) -> None:
+    def _fail(self, run: Run, text: str, *, attempts: int = 1) -> None:
         text = printable(text)
         if run.attempt + 1 < self._setup.max_attempts:
-            self._engine.send(Retried(run.begin.ticket, text))
+            self._engine.send(Retried(run.begin.ticket, text, attempts))
             self._again(run, pays=True)
         else:
             self._end(run)
-            self._engine.send(Failed(run.begin.ticket, text))
+            self._engine.send(Failed(run.begin.ticket, text, attempts=attempts))
 
     def _again(self, run: Run, *, pays: bool = False) -> None:
         self._end(run)

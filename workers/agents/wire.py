@@ -158,6 +158,7 @@ class Retried(msgspec.Struct, frozen=True, tag=True):
 
     ticket: int
     text: str
+    attempts: int = 1  # that failed with it: a process that ends takes all its rollouts with it
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -166,6 +167,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     text: str
     skipped: bool = False
+    attempts: int = 1  # as in `Retried`
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -261,7 +261,7 @@ class FunctionRollouts:
                     self._undraw(call)
                 case Retried():
                     if (request := self._running.get(message.ticket)) is not None:
-                        self._count_failure(request, message.text, "; it begins again")
+                        self._count_failure(request, message, "; it begins again")
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
@@ -330,7 +330,7 @@ class FunctionRollouts:
         if message.skipped:
             self._came_to_an_end()
             return replace(nothing, leaves=True)
-        self._count_failure(request, message.text)
+        self._count_failure(request, message)
         if self._on_failure == "zero":
             return FinishedRollout.without_tokens(request, reward=0.0)
         if self._on_failure == "dead_letter":
@@ -340,12 +340,13 @@ class FunctionRollouts:
     def _came_to_an_end(self) -> None:
         self._failures, self._most_running = 0, len(self._running)
 
-    def _count_failure(self, request: RolloutRequest, text: str, then: str = "") -> None:
+    def _count_failure(self, request: RolloutRequest, message: Retried | Failed, then: str = "") -> None:
         """Report a failed attempt; raises UserCodeFailed after too many without a finished rollout."""
-        why = of_rollout(self._what, text)
+        why = of_rollout(self._what, message.text)
         self._warnings.warn(f"rollout of row {request.index} failed: {why}{then}")
         self._failed(why)
-        self._failures += 1
+        # A process that is killed because it blocks takes seconds: counted one by one, thousands would take hours.
+        self._failures += message.attempts
         # Failures are quick and successes may be slow: all running rollouts may fail, and those that replace them,
         # before the first success.
         most = max(self._max_failures, 2 * self._setup.max_attempts * self._most_running)

@@ -195,7 +195,7 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
 
 
 def check_stored(
-    model: nn.Module, weights: HfWeights, aliases: Mapping[str, tuple[str, ...]], *, unused: Iterable[str] = ()
+    model: nn.Module, weights: HfWeights, aliases: Mapping[str, Iterable[str]], *, unused: Iterable[str] = ()
 ) -> None:
     """Refuse files with tensors that the model would not use; see `HfWeights.check_used`.
 
