@@ -256,19 +256,20 @@ def test_vllm_is_told_to_drop_the_rest_behind_the_block_that_completes_the_strin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     response, vllm = vllm_response(monkeypatch, letters("bc"))
-    assert (response.tokens, response.log_probs) == ([0, 1, 2, 3], [0, -1, -2, -3])
-    assert (response.truncated, response.spans, vllm.sent, vllm.dropped) == (False, [(1, 4)], 4, True)
+    assert (response.response_R.tolist(), response.log_probs_R.tolist()) == ([0, 1, 2, 3], [0, -1, -2, -3])
+    assert (response.truncated, response.versions_R.tolist()) == (False, [1] * 4)
+    assert (vllm.sent, vllm.dropped) == (4, True)
 
 
 def test_vllm_is_left_to_its_end_where_it_has_not_said_which_weights_drew_what(monkeypatch: pytest.MonkeyPatch) -> None:
     response, vllm = vllm_response(monkeypatch, letters("bc"), swap_after=2)
-    assert (response.spans, vllm.sent, vllm.dropped) == ([(1, 2), (2, 6)], 8, False)
-    assert len(response.tokens) == 8  # the caller cuts them
+    assert (response.versions_R.tolist(), vllm.sent, vllm.dropped) == ([1] * 2 + [2] * 6, 8, False)
+    assert len(response.response_R) == 8  # the caller cuts them
 
 
 def test_vllm_without_strings_is_left_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     response, vllm = vllm_response(monkeypatch, None)
-    assert (len(response.tokens), response.truncated, vllm.dropped) == (8, True, False)
+    assert (len(response.response_R), response.truncated, vllm.dropped) == (8, True, False)
 
 
 def test_the_quickstarts_tokenizer_finds_strings_of_its_letters() -> None:

@@ -17,6 +17,7 @@ from workers.engines.device_memory import ModelSizes
 from workers.settings.algorithms import PPOConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
 
@@ -118,7 +119,7 @@ def test_tri_model_scores_what_it_trains(qwen: RunConfig, kl_coef: float, num_mi
 def test_tri_model_scores_with_the_policies_that_drew_where_nothing_weighs_tokens(qwen: RunConfig) -> None:
     off_policy = qwen.algorithm.off_policy.model_copy(update={"method": "none"})
     algorithm = qwen.algorithm.model_copy(update={"kl_coef": 0.0, "off_policy": off_policy})
-    schedule = qwen.schedule.model_copy(update={"mode": "async", "max_staleness": 2})
+    schedule = qwen.schedule.model_copy(update={"mode": ScheduleMode.ASYNC, "max_staleness": 2})
     alone = changed(qwen, engine="fsdp").model_copy(update={"algorithm": algorithm, "schedule": schedule})
     more_s = train_work(changed(alone, tri_model=True)).token_s - train_work(alone).token_s
     assert more_s == pytest.approx(2 * forward_s(ranks=1))

@@ -17,7 +17,7 @@ from workers.rewards.pooled import PooledReward, group_reward, user_reward
 from workers.settings.rewards import RewardConfig
 
 SOURCE = """
-from workers.rewards.base import Score, ScoreFunction, as_score
+from workers.rewards.base import Score
 RAN = True
 def length(prompt, response, ground_truth):
     return len(response) / 4
