@@ -155,7 +155,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         weight slots   num_slots x P x w              shared memory of the weight agent
         actor, ...     all ranks of each role         on the CPU, see `state_of_roles`
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
-        vllm mailboxes P x c per evaluating instance, shared memory; c of `vllm.dtype`
+        vllm slots     P x c per evaluating instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w per instance of vLLM on devices; only with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in units and in flight
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
@@ -177,7 +177,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         "weight slots": config.weightsync.num_slots * parameters * wire,
         **(state_of_roles(config, parameters) if on_cpu else {}),
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
-        "vllm mailboxes": sum(gang.role == "evaluate" for gang in instances) * parameters * posted,
+        "vllm slots": sum(gang.role == "evaluate" for gang in instances) * parameters * posted,
         "broadcasts": len(instances) * parameters * wire if config.weightsync.path == "broadcast" and not on_cpu else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES

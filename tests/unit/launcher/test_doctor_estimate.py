@@ -138,7 +138,7 @@ def test_processes_of_vllm_count() -> None:
     plain = place_gangs(checked.config.model_copy(update={"vllm": vllm}), Devices("npu", 9))
     shared = place_gangs(checked.config, Devices("npu", 9))
     alone, together = (replace(checked, devices=Devices("npu", 9), gangs=gangs) for gangs in (plain, shared))
-    assert memory_parts(together)["vllm mailboxes"] == 0, "its ranks read the agent's memory"
+    assert memory_parts(together)["vllm slots"] == 0, "its ranks read the agent's memory"
     difference = memory_parts(together)["processes"] - memory_parts(alone)["processes"]
     assert difference == (2 + 2 * 5 - 8 - 8) * 2 * 10**9, "a rollout, an engine and four ranks, against a rollout each"
 
