@@ -25,6 +25,7 @@ def test_row_of_a_family_is_what_its_proof_says(family: str) -> None:
 
 @same_version
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_all_rows_are_what_the_proofs_say() -> None:
     assert list(ROWS) == families()
     assert {family: told for family, told in ROWS.items() if row(family) != told} == {}
