@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import os, signal, sys
 from multiprocessing import get_context, resource_tracker
@@ -31,7 +29,6 @@ fork_server.stop()
 """
 
 
-@pytest.mark.gate
 def test_signals_at_once_after_the_start_end_neither(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "log"], capture_output=True, text=True, timeout=120, check=False

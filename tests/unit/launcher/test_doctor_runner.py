@@ -53,7 +53,8 @@ def test_what_libraries_print_is_not_shown(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("check", [HANG, pytest.param(STUBBORN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [HANG, STUBBORN])
 def test_a_check_that_hangs_costs_one_finding_and_leaves_nothing(check: Check, place: Path) -> None:
     before, hanging, after = run(FINE, check, ALSO_FINE)
     assert hanging == Finding(check.name, Level.ERROR, f"timed out after {check.deadline_s:g} s", "unplug it")

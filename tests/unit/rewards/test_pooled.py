@@ -109,6 +109,7 @@ def test_math_verify_judges_formulas(load: Load) -> None:
     assert judged == {(response, ground_truth): correct for response, ground_truth, correct in VERIFIED}
 
 
+@pytest.mark.slow
 def test_a_formula_that_takes_for_ever_has_the_configured_deadline(load: Load) -> None:
     """And not that of the library, 5 s, after which it calls the response wrong."""
     pytest.importorskip("math_verify")
