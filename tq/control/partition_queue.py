@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncflow.errors import PeerRefused
+from asyncflow.errors import PeerRefused, one_line
 from tq.control.rows import Row, Rows
 from tq.policies import Item, Policy, Want
 
@@ -104,7 +104,10 @@ class PartitionQueue:
             self.num_tokens += tokens
 
     def pick(self, policy: Policy, want: Want) -> list[Item]:
-        """Take the items that a policy chooses; raises PeerRefused, and takes nothing, if it breaks its contract."""
+        """Take the items that a policy chooses.
+
+        Raises PeerRefused, and takes nothing, if the policy raises or breaks its contract.
+        """
         shown: dict[int, Item] = {}
         taken: set[int] = set()
         try:
@@ -117,6 +120,10 @@ class PartitionQueue:
             if len(chosen) > 1 and num_rows > want.num_rows:
                 raise PeerRefused(f"{policy!r} chose {num_rows} rows where {want.num_rows} were wanted")
             taken = names
+        except PeerRefused:
+            raise
+        except Exception as error:  # a user's class; whoever's event made it choose is not to blame
+            raise PeerRefused(f"tq.policy: {type(policy).__name__} raised {one_line(error)}") from error
         finally:
             # Also when the policy raises: nothing that it was shown may get lost.
             self._queue.put_back([name for name in shown if name not in taken])

@@ -111,6 +111,24 @@ def test_broken_policy_fails_its_own_fetch_and_loses_nothing(make_world: World) 
 
 
 @dataclass(frozen=True)
+class Raising(Fifo):
+    """Fails as a user's class may."""
+
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Look at a row, and raise."""
+        next(ready)
+        raise ValueError("no idea")
+
+
+def test_policy_that_raises_is_named_to_its_own_fetch_and_loses_nothing(make_world: World) -> None:
+    world = make_world(TaskSpec("ref", frozenset({"x"}), policy=Raising()))
+    request = world.ask("ref")
+    world.create(range(2))  # the event that makes it choose is not refused
+    assert str(world.error(request)) == "tq.policy: Raising raised ValueError: no idea"
+    assert world.task("ref").ready == 2
+
+
+@dataclass(frozen=True)
 class Greedy(Fifo):
     """Counts items where rows are meant."""
 
