@@ -9,7 +9,6 @@ and ends by name if it is not; where training depends on it, the run ends by nam
 """
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from textwrap import indent
 from typing import Any
 
 from benchmarks.chaos.fault import Fault, Lab, Outcome, Seen, gave_up, went_on
+from tests.support.ports import free_port
 
 _STEPS = 12
 _SLOW_S = 120.0
@@ -85,9 +85,6 @@ class Door:
         )
         lab.module("door", _PRELUDE + source + "\n")
         own = {**self.settings, **self.ways.get(way, {})}
-        now = lab.directory / "now"
-        if way == "raises_at_once":
-            now.touch()
         if self.serves:
             with _serving(lab) as port:
                 return self._run(lab, way, json.loads(json.dumps(own).replace("PORT", str(port))))
@@ -95,7 +92,8 @@ class Door:
 
     def _run(self, lab: Lab, way: str, own: Mapping[str, Any]) -> Seen:
         now = lab.directory / "now"
-        if now.exists():
+        if way == "raises_at_once":
+            now.touch()
             with lab.run(steps=_STEPS, settings=own, recipe=self.recipe) as run:
                 if way in self.survives:
                     return went_on(run, steps=_STEPS, within_s=2 * _SLOW_S)
@@ -125,8 +123,7 @@ class Door:
 @contextmanager
 def _serving(lab: Lab) -> Iterator[int]:
     """Run the module as a server; yields its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "door.py", str(port)]
     with subprocess.Popen(command, cwd=lab.directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdout is not None

@@ -109,9 +109,8 @@ def _gangs_of(role: str, config: RunConfig) -> list[GangSpec]:
     num_ranks = config.roles[role]
     if role in ONE_GANG:
         return [_gang(role, role, 0, num_ranks)]
-    # One process drives all ranks of an instance that generates; else each rank is a process.
-    shared = 1 if role in _GENERATE else config.ranks_per_copy(role)
-    together = config.ranks_per_instance(role) * shared
+    together = config.ranks_per_copy(role)
+    shared = together // config.ranks_per_instance(role)  # processes
     if num_ranks % together:
         what, key = ("copies", _copy_key(role)) if shared > 1 else ("instances", _INSTANCE_KEY)
         raise ConfigError(
@@ -121,7 +120,6 @@ def _gangs_of(role: str, config: RunConfig) -> list[GangSpec]:
     return [_gang(f"{role}-{k}", role, k, shared, num_devices=together) for k in range(num_ranks // together)]
 
 
-_GENERATE = ("rollout", "evaluate")
 _INSTANCE_KEY = "vllm.tensor_parallel_size"
 
 

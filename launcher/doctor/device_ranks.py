@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin
+from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin, wait_for_device
 from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.findings import reason
@@ -109,8 +109,7 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
     group = connect_group(dist.PrefixStore("dead", store), rank, size, device)
     values = torch.ones(SIZE, device=device)
     group.broadcast([values]).wait(TIMEOUT)
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    wait_for_device(device)
     if rank:
         store.set("leaves", "1")
         os.kill(os.getpid(), signal.SIGKILL)

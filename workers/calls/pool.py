@@ -63,11 +63,10 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
         self.alive = True
         self.crowded = False
 
-    async def load(self, first: ToChild) -> Loaded:
-        loaded = await super().load(first)
-        self.is_async = loaded.is_async
+    async def load_entry(self, entry: "Entry") -> None:
+        """Have it import what it is to call; see `load`."""
+        self.is_async = (await self.load(Load(entry.function, entry.settings, entry.memory_bytes))).is_async
         self._reading = asyncio.create_task(self._read())
-        return loaded
 
     def has_room(self, *, alone: bool) -> bool:
         """Return whether it accepts one more call now; an `alone` call needs an idle child."""
@@ -426,7 +425,7 @@ async def _started(entry: Entry) -> PoolChild:
 
 async def _started_once(entry: Entry) -> PoolChild:
     child = PoolChild()
-    await child.load(Load(entry.function, entry.settings, entry.memory_bytes))
+    await child.load_entry(entry)
     return child
 
 
@@ -469,7 +468,7 @@ class CallProcess:
                 raise ChildDied
             if not self._loaded:
                 self._loaded = True  # it is tried once
-                await self._child.load(Load(self._entry.function, self._entry.settings, self._entry.memory_bytes))
+                await self._child.load_entry(self._entry)
             return await self._result(self._child.begin(arguments, alone=False), timeout_s)
         except ChildDied:
             await self._gone()

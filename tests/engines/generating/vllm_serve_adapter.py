@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pytest
 import configs
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.training import MAX_POSITIONS
+from tests.support.ports import free_port
 from workers.engines.openai.engine import OpenAIEngine
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rollout import SamplingConfig
@@ -53,8 +53,7 @@ class VllmServeAdapter(Adapter):
 @contextmanager
 def _served(model_dir: Path) -> Iterator[str]:
     """Start a server; it and its children are gone afterwards, by pid."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         # `vllm serve` looks for a distribution named vllm, which the CPU build is not.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--host", "127.0.0.1",
