@@ -21,7 +21,7 @@
 # bounded by the group's own timeout (`Options.op_timeout`, later `_timeout`) whatever `wait` is given. `Backend.abort`
 # is empty; `abort_hccl_comm` destroys the communicators, but an operation on the device continues.
 #
-# None of this has run on such devices: tests use a backend that behaves in the same way (`tests/device`).
+# No group of several such devices has run: tests use a backend that behaves in the same way (`tests/device`).
 
 import importlib.metadata
 import importlib.util
@@ -59,6 +59,8 @@ class Vendor:
     files: str = ""  # what its device files in /dev begin with, before a number
     visible: str = ""  # environment variable that limits which devices a process sees
     has_float64: bool = True  # whether its kernels compute in float64
+    # Whether products of half-precision matrices can return their float32 sums (PyTorch's `out_dtype`).
+    has_float32_products: bool = False
     # Environment variables that configure PyTorch's allocator for it; the first one is the one to set.
     allocator: tuple[str, ...] = ()
 
@@ -179,7 +181,12 @@ _OWN = (
         "npu", "hccl", "davinci", "ASCEND_RT_VISIBLE_DEVICES", has_float64=False, allocator=("PYTORCH_NPU_ALLOC_CONF",)
     ),
     _Cuda(
-        "cuda", "nccl", "nvidia", "CUDA_VISIBLE_DEVICES", allocator=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        "cuda",
+        "nccl",
+        "nvidia",
+        "CUDA_VISIBLE_DEVICES",
+        has_float32_products=True,
+        allocator=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     ),
     CPU,
 )

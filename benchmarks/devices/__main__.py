@@ -1,4 +1,4 @@
-"""What accelerators would see, measured without one.
+"""What accelerators see: measured on one where there is one, else on fakes and the CPU.
 
     python benchmarks/devices [--json [FILE]] [--only logits,logits_time] [--rounds 3] [--layers 24]
 
@@ -19,6 +19,14 @@ is `workers/engines/packed_forward.py`:
     logits_time_x           forward and backward of a micro-batch of 1,024 drawn tokens (4 prompts of 64 tokens) by a
                             model of Qwen2.5-0.5B's shape with `--layers` of its 24 layers, now / before
     logits_head_time_x      of the head alone
+
+`gpu`, two minutes, nothing without a CUDA device: a micro-batch of two prompts of 512 tokens, each with eight responses
+of up to 768, by models of the shapes of Qwen2.5-0.5B and -1.5B with random weights, one rank, bfloat16:
+
+    gpu_SIZE_unrounded_x    logits and gradients of hidden states that were rounded to bfloat16 first / now
+    gpu_SIZE_compiled_x     without / with `actor.compile`
+    gpu_SIZE_mfu            with it: the model's operations / what an H100's or H200's data sheet promises (989 TFLOP/s)
+    gpu_SIZE_waits          how often the host waits for the device in a micro-batch
 
 `broadcast`, some ten minutes; the first figure on `late` (`tests/device`, needs g++), the others on the CPU:
 

@@ -80,6 +80,11 @@ def environment(*, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         # numpy's OpenBLAS would start threads at import, and forking a process that has threads is unsafe.
         "OPENBLAS_NUM_THREADS": "1",
+        # So would pyarrow's allocator, and whatever transformers finds installed may import pyarrow (scikit-learn does,
+        # by way of pandas). Later options win: the user's.
+        "JE_ARROW_MALLOC_CONF": ",".join(
+            filter(None, ["background_thread:false", os.environ.get("JE_ARROW_MALLOC_CONF")])
+        ),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

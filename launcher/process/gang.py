@@ -11,6 +11,7 @@ A gang starts once; a restart is another `Gang` with the next attempt.
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import os
@@ -214,9 +215,13 @@ class GangAgent(LocalElasticAgent):
         for process in processes:
             process.join(KILL_TIMEOUT_S)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
+    def _shutdown(self, *_asked: object, **_named: object) -> None:
         # Whatever signal the agent asks for: workers ignore SIGTERM.
-        super()._shutdown(signal.SIGKILL, timeout)
+        inherited = super()._shutdown
+        if "timeout" in inspect.signature(inherited).parameters:
+            inherited(signal.SIGKILL, timeout=int(KILL_TIMEOUT_S))
+        else:  # before torch 2.12
+            inherited(signal.SIGKILL)
 
     def _failure(self, rank: int, code: int) -> GangExited:
         recorded = self._logs.failure(rank, code)

@@ -4,6 +4,7 @@ Legend of shapes: N documents, L tokens of a document, M tokens that its last to
 tokens in all, H heads, D head dimension.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -139,18 +140,16 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
     q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
     queries, keys = _boundaries(layout, query.device)
-    out_THD = varlen_attn(
-        q_THD,
-        k_KHD,
-        v_KHD,
-        queries,
-        keys,
-        max(layout.lengths),
-        layout.longest,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[0] != key.shape[0],
-    )
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": query.shape[0] != key.shape[0]}
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" in known:
+        # torch 2.11 takes fewer heads of keys without being told.
+        options = {name: value for name, value in options.items() if name in known}
+    else:
+        # torch 2.10 has a flag, and a scale of its own.
+        options = {"is_causal": True}
+        q_THD = q_THD * (scale * query.shape[-1] ** 0.5)
+    out_THD = varlen_attn(q_THD, k_KHD, v_KHD, queries, keys, max(layout.lengths), layout.longest, **options)
     assert isinstance(out_THD, Tensor)  # it is a pair only when log-sum-exps are requested
     return out_THD
 

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig
 
+from asyncflow.vendors import Vendor
 from workers.engines import packed_forward as log_prob_head
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import (
     HeadRequest,
     PackedInputs,
     head_log_probs,
+    keep_logits,
     note_entropy_gradient,
     response_log_probs,
 )
@@ -144,6 +146,51 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient() -> None:
         backward(log_probs)
     assert seen.size == V * D < A * V
     assert seen.products == 5 + 3 * 5  # logits again, and both gradients
+
+
+class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Products that return their float32 sums: PyTorch has them on CUDA alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out):
+            found = args[0].to(args[2]) @ args[1].to(args[2])
+        elif func is torch.ops.aten.addmm.dtype_out:
+            found = args[0] + args[1].to(args[3]) @ args[2].to(args[3])
+        else:
+            return func(*args, **(kwargs or {}))
+        return kwargs["out"].copy_(found) if kwargs else found
+
+
+@pytest.fixture
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log_prob_head, "vendor_of", lambda _: Vendor("cpu", "gloo", has_float32_products=True))
+    with Float32Products():
+        yield
+
+
+@pytest.mark.usefixtures("unrounded")
+def test_half_precision_logits_are_not_rounded_where_the_device_can_return_their_sums() -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    others = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    found = head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))
+    expected = whole(*others, None, targets)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # 0.05 if they were rounded
+    backward(*found)
+    backward(*expected)
+    for leaf, other in zip((hidden, weight), others, strict=True):
+        torch.testing.assert_close(leaf.grad, other.grad, rtol=2e-2, atol=2e-2, check_dtype=False)
+
+
+@pytest.mark.usefixtures("unrounded")
+def test_engine_draws_from_logits_that_are_not_rounded() -> None:
+    config = LlamaConfig(vocab_size=V, hidden_size=D, num_attention_heads=2, num_hidden_layers=1, intermediate_size=D)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    hidden = torch.randn(1, 3, D).bfloat16()
+    keep_logits(model)
+    logits = model.get_output_embeddings()(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ model.lm_head.weight.float().T)
 
 
 def test_gradient_of_a_megatron_weight_is_added_to_main_grad() -> None:

@@ -102,19 +102,33 @@ def test_bfloat16_on_the_cpu_rounds_as_sdpa_does(name: str) -> None:
         torch.testing.assert_close(actual.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
-@pytest.fixture
-def fake_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = varlen.varlen_attn
+VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
+# The signatures of `varlen_attn`, from the wheels; torch 2.12 is like 2.13.
+SIGNATURES = {
+    "2.10": f"{VARLEN} is_causal return_aux",
+    "2.11": f"{VARLEN} return_aux scale window_size",
+    "installed": " ".join(inspect.signature(varlen.varlen_attn).parameters),
+}
 
-    def fake(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, *args: int, **named: object
-    ) -> Tensor:
-        bound = inspect.signature(real).bind(query, key, value, cu_seq_q, cu_seq_k, *args, **named).arguments
-        assert bound["window_size"] == (-1, 0) and bound["enable_gqa"]
-        assert bound["max_q"] == int(cu_seq_q.diff().max()) and bound["max_k"] == int(cu_seq_k.diff().max())
+
+@pytest.fixture(params=SIGNATURES)
+def fake_varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = SIGNATURES[request.param].split()
+    signature = inspect.Signature([inspect.Parameter(name, either, default=None) for name in names])
+
+    def fake(*args: object, **named: object) -> Tensor:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k = (bound.arguments[name] for name in VARLEN.split())
+        assert bound.arguments.get("is_causal", bound.arguments.get("window_size") == (-1, 0))
+        assert bound.arguments.get("enable_gqa", True)
+        assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        return lower_right(query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), bound["scale"])
+        scale = bound.arguments.get("scale", query.shape[-1] ** -0.5)
+        return lower_right(query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale)
 
+    fake.__signature__ = signature  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", fake)
 
 

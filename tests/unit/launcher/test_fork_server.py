@@ -1,7 +1,9 @@
 """The fork server, as far as signals stop it."""
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,3 +55,14 @@ def test_process_that_is_gone_is_not_stopped(process: "subprocess.Popen[bytes]")
     process.wait()
     assert not fork_server.is_stopped(process.pid)
     assert not fork_server.is_stopped(None)
+
+
+def test_variables_keep_pyarrow_from_starting_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports scikit-learn where it is installed, that pandas, and that pyarrow."""
+    monkeypatch.setenv("JE_ARROW_MALLOC_CONF", "narenas:1")
+    environment = fork_server.environment(threads=1)
+    assert environment["JE_ARROW_MALLOC_CONF"] == "background_thread:false,narenas:1"
+    pytest.importorskip("pyarrow")
+    look = "import os, pyarrow; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run([sys.executable, "-c", look], env={**os.environ, **environment}, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"1\n", b"")

@@ -1,8 +1,13 @@
 """How a gang over several nodes ends."""
 
 import signal
+from collections.abc import Callable
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from asyncflow.job import GangSpec
+from launcher.process.gang import GangAgent
 from launcher.process.gang_hosts import AllHosts, GangParts, KillPart
 from launcher.process.run_events import GangExited
 
@@ -103,3 +108,26 @@ def test_all_hosts_are_one_host_to_the_launcher() -> None:
     everywhere.dump_stacks()
     everywhere.close(3.0)
     assert all(host.told[-3:] == [("start 1", "actor"), ("stacks", ""), ("close 3", "")] for host in hosts)
+
+
+def _before_torch_2_12(_: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
+    SENT.append((death_sig, None))
+
+
+def _since_torch_2_12(
+    _: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = 30
+) -> None:
+    SENT.append((death_sig, timeout))
+
+
+SENT: list[tuple[signal.Signals, int | None]] = []
+
+
+@pytest.mark.parametrize(("inherited", "timeout"), [(_before_torch_2_12, None), (_since_torch_2_12, 5)])
+def test_ranks_are_killed_whatever_the_agent_asks_for(
+    inherited: Callable[..., None], timeout: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", inherited)
+    SENT.clear()
+    GangAgent.__new__(GangAgent)._shutdown(signal.SIGTERM)
+    assert (*SENT,) == ((signal.SIGKILL, timeout),)
