@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,11 +55,11 @@ def run(*, rounds: int, **_: int) -> dict[str, float]:
 
 def write_model(path: Path, shape: dict[str, int]) -> None:
     """Write a model with random weights."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+    given: Any = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "tie_word_embeddings": True, **shape}
     with torch.device("cuda"):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+        Qwen2ForCausalLM(Qwen2Config(**given)).bfloat16().save_pretrained(path)
 
 
 def lengths() -> list[int]:

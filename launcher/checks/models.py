@@ -3,6 +3,8 @@
 Each `check_*` raises ConfigError at the first condition that fails; the message says which setting to change.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import ConfigError, size_text
@@ -14,6 +16,7 @@ from workers.data.model_files import (
     check_model_dir,
     check_other_model_dir,
     check_trainable,
+    count_parameters,
     ignored_weights,
     load_raw_tokenizer,
     max_positions,
@@ -29,8 +32,22 @@ KEY = "reward.model.path"
 HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
-def check_models(config: RunConfig) -> None:
-    """Check the directories of all models of a run, and that each can be computed and divided as configured."""
+@dataclass(frozen=True)
+class Models:
+    """What the models of a run weigh; see `Preflight`.
+
+    Attributes:
+        notes: a line for each directory with files that look like weights and are not read.
+    """
+
+    num_parameters: int
+    num_reward_parameters: int
+    memory: Mapping[str, Parts]
+    notes: tuple[str, ...]
+
+
+def check_models(config: RunConfig) -> Models:
+    """Check the directories of all models of a run, and that each can be computed, divided and held as configured."""
     path = Path(config.model.path)
     check_model_dir(path)
     if config.actor.engine != "sim":
@@ -41,10 +58,17 @@ def check_models(config: RunConfig) -> None:
     check_reward_model(config)
     check_positions(config)
     _check_tensor_parallel(config)
+    num_parameters, reward = count_parameters(path), config.reward.model
+    sizes = ModelSizes.of(read_model_config(path), num_parameters)
+    return Models(
+        num_parameters,
+        0 if reward is None else count_parameters(Path(reward.path)),
+        device_memory(config, sizes, config.launcher.device_memory_gb),
+        _ignored_files(config),
+    )
 
 
-def ignored_files(config: RunConfig) -> tuple[str, ...]:
-    """Return a note for each model directory with files that look like weights and are not read."""
+def _ignored_files(config: RunConfig) -> tuple[str, ...]:
     models = {"model.path": config.model.path}
     if config.algorithm.has_critic and config.critic.path is not None:
         models["critic.path"] = config.critic.path

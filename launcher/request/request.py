@@ -3,15 +3,9 @@
 Request --accept()--> Accepted --describe()--> text of --dry-run
         |                      '-start()-----> run directory, processes, exit code
         '-follow()--> NodeRun, on any node but node 0
-
-User functions are tried before a start. Each is imported as in the run, in a child process. Rewards are called once,
-with the first prompt and its own ground truth as the response: a reward that cannot score that would fail on every
-response of the run. The call has the configured deadline; a scorer behind a URL is not called. One of the user's own
-rollouts runs with a policy that replies with the ground truth.
 """
 
-from array import array
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
+from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.models import check_libraries
-from launcher.checks.preflight import Preflight, check_node, check_run, users_functions
-from launcher.checks.trial_rollout import try_rollout
+from launcher.checks.preflight import Preflight, check_node, check_run
+from launcher.checks.user_code import try_functions, try_rewards, try_rollout
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
@@ -54,10 +48,6 @@ from launcher.run.rundir import (
     rewrite_run_dir,
     write_plan,
 )
-from workers.calls.pool import CallPool, Entry
-from workers.data.prompt_rows import PromptRow, ShownPrompt
-from workers.rewards.base import Response
-from workers.rewards.pooled import GroupPool, PooledReward, is_url
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -303,53 +293,3 @@ class _Loaded:
     source: Path
     config: RunConfig
     plan: "Plan | None"
-
-
-def try_functions(config: RunConfig) -> None:
-    """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
-    # In children, not read as source: what the import says is what the run will say.
-    pools = [_importing(*each) for each in users_functions(config)]  # all start at once
-    try:
-        for pool in pools:
-            pool.until_ready()
-    except UserCodeFailed as error:
-        raise ConfigError(str(error)) from error
-    finally:
-        for pool in pools:
-            pool.close()
-
-
-def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
-    """Call the reward function and the group reward function once, if they are the user's.
-
-    Args:
-        row, shown: the first prompt, as the data has it and as the model gets it.
-
-    Raises:
-        ConfigError: one cannot be imported, raised, hung, or returned something that is not a reward.
-    """
-    text, length = row.ground_truth, len(row.ground_truth)  # in characters: there is no tokenizer here
-    one = Response(shown.text, text, text, row.task, length, token_ids=array("i", [0] * length).tobytes())
-    try:
-        if config.reward.is_users and not is_url(config.reward.function):
-            with closing(PooledReward(config.reward)) as reward:
-                reward.until_ready()
-                reward(one)
-        if config.reward.group_function is not None:
-            size = config.schedule.n_samples_per_prompt
-            with closing(GroupPool(config.reward)) as group:
-                group.until_ready()
-                member = {"response": text, "reward": 1.0, "correct": True, "num_tokens": length, "truncated": False}
-                member |= {"metrics": {}, "conversations": []}
-                group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
-    except UserCodeFailed as error:
-        raise ConfigError(
-            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "
-            f"correct the function: it must score any response"
-        ) from error
-
-
-def _importing(field: str, name: str, arguments: tuple[str, ...]) -> CallPool:
-    settings = {"name": name, "field": field, "arguments": arguments}
-    entry = Entry("workers.calls.user_function:importable", settings)
-    return CallPool(entry, what=f"{field}: {name}", limit="the deadline", timeout_s=1.0, concurrency=1)

@@ -25,7 +25,7 @@ _TRIED_TOKENS = 2  # tokens of each response in the trial group
 
 
 class ResponseSettings(Protocol):
-    """What an algorithm must know about generation; `workers.settings.run.RolloutConfig` provides it."""
+    """What an algorithm must know about generation; `workers.settings.rollout.RolloutConfig` provides it."""
 
     @property
     def longest_rollout(self) -> int:

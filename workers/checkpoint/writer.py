@@ -231,7 +231,7 @@ def _link_or_copy(source: str, target: str) -> None:
 #
 # So saving delays training in three places: while the copy begins, until the copy is complete before the weights
 # change, and while a save is still being written when the next is due. A failed save costs only a warning: older
-# checkpoints stay, and the next save is tried when due. `asyncflow.run_files` describes the directory.
+# checkpoints stay, and the next save is tried when due. `asyncflow.checkpoint_files` describes the directory.
 
 _LOOK_S = 1.0
 

@@ -434,7 +434,8 @@ def keep_logits(model: nn.Module) -> None:
 
 
 def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    return torch.mm(hidden.flatten(0, -2), head.weight.T, torch.float32).unflatten(0, hidden.shape[:-1])
+    logits = torch.mm(hidden.flatten(0, -2), head.weight.T, torch.float32)
+    return logits.view(*hidden.shape[:-1], -1)
 
 
 def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.trial_rollout import check_rollout_code
+from launcher.checks.user_code import check_rollout_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_run, settings_without_effect
+from launcher.checks.preflight import check_run
+from launcher.checks.start_notes import settings_without_effect
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.dry_run import describe

@@ -1,17 +1,17 @@
 """The call of a user's reward before a run starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
-from launcher.checks.trial_rollout import try_rollout
+from launcher.checks.user_code import try_functions, try_rewards, try_rollout
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.request.request import try_functions, try_rewards
 from workers.agents.agent_checks import trial
-from workers.calls.pool import Entry
+from workers.calls.pool import CallPool, Entry
 from workers.data.prompt_rows import PromptRow
 
 SOURCE = """
@@ -189,7 +189,10 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("launcher.checks.trial_rollout.CallPool", Here)
+    def pool(entry: Entry, **options: Any) -> object:
+        return Here(entry) if entry.function.endswith(":trial") else CallPool(entry, **options)
+
+    monkeypatch.setattr("launcher.checks.user_code.CallPool", pool)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_a_rollout_that_hangs_has_the_runs_deadline() -> None:
 def test_a_trial_that_takes_too_long_is_no_judgement(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("launcher.checks.trial_rollout._TRIAL_S", 0.2)
+    monkeypatch.setattr("launcher.checks.user_code._TRIAL_S", 0.2)
     tried("rollout.function=tried_rollouts:hangs")
     assert "a trial rollout did not end within 0.2 s; the run continues without it" in caplog.text
 

@@ -1,0 +1,212 @@
+"""Users' own code before a start: its names, its imports, and one trial call of each function.
+
+Each function is imported as in the run, in a child process. Rewards are called once, with the first prompt and its own
+ground truth as the response: a reward that cannot score that would fail on every response of the run. The call has the
+configured deadline; a scorer behind a URL is not called. One of the user's own rollouts runs with a policy that replies
+with the ground truth.
+"""
+
+import logging
+import shutil
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import check_function
+from workers.data.prompt_rows import PromptRow, ShownPrompt
+from workers.rewards.base import Response
+from workers.rewards.group_filter import ARGUMENTS as FILTER_ARGUMENTS
+from workers.rewards.group_filter import FIELD as FILTER
+from workers.rewards.load_reward import check_reward
+from workers.rewards.pooled import GroupPool, PooledReward, is_url
+from workers.settings.algorithms import ZERO_VARIANCE
+from workers.settings.openai import UPDATE_ARGUMENTS
+from workers.settings.rollout import FUNCTIONS, of_rollout
+from workers.settings.run import RunConfig
+from workers.tasks.row import ARGUMENTS
+
+logger = logging.getLogger(__name__)
+
+_TRIAL_S = 60.0
+"""Longest time of the trial rollout (s); one that exceeds it is not judged, unless the run's own limit is as short."""
+_TRIAL_TURNS = 16
+
+
+def users_functions(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield setting, name and arguments of the user's functions that are called with what AsyncFlow made."""
+    for number, task in enumerate(config.tasks):
+        yield f"tasks.{number}.function", task.function, ARGUMENTS
+    if config.rollout.engine == "openai" and config.openai.update != "vllm":
+        yield "openai.update", config.openai.update, UPDATE_ARGUMENTS
+    if config.algorithm.group_filter not in (None, ZERO_VARIANCE):
+        yield FILTER, str(config.algorithm.group_filter), FILTER_ARGUMENTS
+
+
+def check_names(config: RunConfig) -> None:
+    """Check that each function, class and program that a setting names exists; imports nothing of it."""
+    check_reward(config.reward)
+    for key, name, _ in users_functions(config):
+        check_function(name, field=key)
+    own = config.rollout
+    if not own.is_own:
+        return
+    for key, function in (("rollout.function", own.function), ("rollout.agent", own.agent)):
+        if function is not None and function not in FUNCTIONS.built_in:
+            check_function(function, field=key)
+    for tool in own.tools:
+        check_function(tool, field="rollout.tools")
+    if own.agent_command and shutil.which(own.agent_command[0]) is None:
+        raise ConfigError(
+            f"rollout.agent_command: there is no program {own.agent_command[0]!r}; name one that can be run"
+        )
+
+
+def check_rollout_code(config: RunConfig) -> None:
+    """Import the user's functions in a child, as the run will; warn about what the renderer lacks.
+
+    Raises:
+        ConfigError: a function cannot be used, or the model's chat template ignores tools.
+    """
+    own = config.rollout
+    if not own.is_own:
+        return
+    settings = {
+        "model_dir": str(Path(config.model.path)),
+        "renderer": config.model.renderer,
+        "templates": msgspec.to_builtins(config.data.templates),
+        "function": own.function,
+        "agent": own.agent,
+        "tools": list(own.tools),
+        "models": {name: served.model_dump() for name, served in own.models.items()},
+    }
+    pool = CallPool(
+        Entry("workers.agents.agent_checks:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1
+    )
+    try:
+        pool.until_ready()
+        for what in pool.call(on="the renderer"):
+            then = "each turn begins a new sample" if what.startswith("bridge") else "the policy's calls stay text"
+            logger.warning("model.renderer: %s cannot %s: %s", config.model.renderer or "the template", what, then)
+    finally:
+        pool.close()
+
+
+def try_functions(config: RunConfig) -> None:
+    """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
+    # In children, not read as source: what the import says is what the run will say.
+    pools = [_importing(*each) for each in users_functions(config)]  # all start at once
+    try:
+        for pool in pools:
+            pool.until_ready()
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
+    """Call the reward function and the group reward function once, if they are the user's.
+
+    Args:
+        row, shown: the first prompt, as the data has it and as the model gets it.
+
+    Raises:
+        ConfigError: one cannot be imported, raised, hung, or returned something that is not a reward.
+    """
+    text, length = row.ground_truth, len(row.ground_truth)  # in characters: there is no tokenizer here
+    one = Response(shown.text, text, text, row.task, length, token_ids=array("i", [0] * length).tobytes())
+    try:
+        if config.reward.is_users and not is_url(config.reward.function):
+            with closing(PooledReward(config.reward)) as reward:
+                reward.until_ready()
+                reward(one)
+        if config.reward.group_function is not None:
+            size = config.schedule.n_samples_per_prompt
+            with closing(GroupPool(config.reward)) as group:
+                group.until_ready()
+                member = {"response": text, "reward": 1.0, "correct": True, "num_tokens": length, "truncated": False}
+                member |= {"metrics": {}, "conversations": []}
+                group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
+    except UserCodeFailed as error:
+        raise ConfigError(
+            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "
+            f"correct the function: it must score any response"
+        ) from error
+
+
+def try_rollout(config: RunConfig, row: PromptRow) -> None:
+    """Run one of the user's rollouts, with its processes and all; every reply is the row's ground truth.
+
+    Raises:
+        ConfigError: it failed and `rollout.on_failure` tolerates no failures, or nothing can score it.
+    """
+    own, what = config.rollout, config.rollout.own_name
+    if not (own.is_own and own.trial):
+        return
+    limit_s = min(own.timeout_s, _TRIAL_S)
+    # As in the run, but with one attempt, one worker and few turns.
+    setup = {
+        "model_dir": str(Path(config.model.path)),
+        "renderer": config.model.renderer,
+        "function": own.function,
+        "agent": own.agent,
+        "command": list(own.agent_command),
+        "tools": list(own.tools),
+        "timeout_s": limit_s,
+        "max_turns": min(own.max_turns or _TRIAL_TURNS, _TRIAL_TURNS),
+        "max_tokens": own.max_drawn_tokens,
+        "max_context": 0,
+        "max_response_tokens": own.max_response_tokens,
+        "max_attempts": 1,
+        "num_workers": 1,
+        "models": {name: served.model_dump() for name, served in own.models.items()},
+        "max_memory_bytes": int(own.max_memory_gb * 2**30),
+        "max_file_bytes": int(own.max_file_gb * 2**30),
+        "stall_timeout_s": own.stall_timeout_s,
+        "templates": msgspec.to_builtins(config.data.templates),
+    }
+    about = f"(a trial rollout of {row.where(config.data)}, whose every reply is its ground truth)"
+    entry = Entry("workers.agents.agent_checks:trial", {"setup": setup})
+    pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
+    try:
+        pool.until_ready()
+        began = time.monotonic()
+        found = pool.call(row.task, row.ground_truth, on=row.where(config.data))
+        late = time.monotonic() - began >= limit_s
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        pool.close()
+    if late and own.timeout_s > limit_s:
+        logger.warning("%s: a trial rollout did not end within %g s; the run continues without it", what, limit_s)
+    elif failed := found["failed"]:
+        if own.on_failure != "dead_letter":
+            logger.warning(
+                "%s %s; the run continues: rollout.on_failure is %s", of_rollout(what, failed), about, own.on_failure
+            )
+            return
+        raise ConfigError(
+            f"{of_rollout(what, failed)} {about}; correct it: it must handle any reply; or set rollout.trial to false"
+        )
+    elif not (found["has_reward"] or found["truncated"] or row.ground_truth.strip() or _is_scored_otherwise(config)):
+        raise ConfigError(
+            f"{what}: gave no reward, and the row has no ground truth for reward.function {config.reward.function} to "
+            f"compare with {about}; return a reward, or name data.ground_truth_field"
+        )
+
+
+def _is_scored_otherwise(config: RunConfig) -> bool:
+    return config.reward.is_users or config.reward.group_function is not None
+
+
+def _importing(field: str, name: str, arguments: tuple[str, ...]) -> CallPool:
+    settings = {"name": name, "field": field, "arguments": arguments}
+    entry = Entry("workers.calls.user_function:importable", settings)
+    return CallPool(entry, what=f"{field}: {name}", limit="the deadline", timeout_s=1.0, concurrency=1)
