@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Generic, TypeVar, overload
 import msgspec
 
 from asyncflow.decoding import UNREADABLE, json_decoder
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,8 @@ class LineReader(Generic[T]):
         """Return the lines completed since the last call; all lines if the file was truncated or replaced.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: it is no file, or no file for this user.
+            AsyncFlowError: the machine cannot read it now.
         """
         lines: list[tuple[int, T]] = []
         wrong: list[tuple[int, str]] = []
@@ -164,8 +165,10 @@ class LineReader(Generic[T]):
             self._identity, self._offset, self._number = identity, offset, number
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
             raise ConfigError(f"{self._path}: cannot be read: {error.strerror}; make it readable") from error
+        except OSError as error:  # a limit of the machine, a disk: nothing that the user wrote
+            raise AsyncFlowError(f"{self._path}: cannot be read: {error.strerror}") from error
         return Lines(self._path, tuple(lines), tuple(wrong), torn)
 
 

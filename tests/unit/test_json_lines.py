@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import JsonLines, LineReader, VersionTail
 
 
@@ -108,6 +108,24 @@ def test_reader_names_the_wrong_line_also_after_earlier_reads(tmp_path: Path) ->
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         LineReader(tmp_path).read()
+
+
+def test_a_file_that_the_machine_cannot_open_now_is_no_fault_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"step": 1})
+    reader = LineReader(path)
+    with monkeypatch.context() as without_handles:
+        without_handles.setattr(Path, "open", _refuse)
+        with pytest.raises(AsyncFlowError, match="cannot be read: Too many open files$") as raised:
+            reader.read()
+    assert not raised.value.final
+    assert reader.read() == [{"step": 1}]
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def test_evaluations_of_this_start_are_read_once_in_any_order(tmp_path: Path) -> None:
