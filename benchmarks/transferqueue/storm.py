@@ -25,7 +25,7 @@ import tq
 from asyncflow.errors import TransportError
 from benchmarks.transferqueue.child import Child
 from benchmarks.transferqueue.storm_clients import LOOK, SCORE, TRAIN, consume, produce
-from benchmarks.transferqueue.storm_ledger import Verdict, accounts, judge, read_ledger
+from benchmarks.transferqueue.storm_ledger import Kill, Verdict, accounts, judge, read_ledger
 from benchmarks.transferqueue.storm_rows import INPUTS, OUTPUTS
 
 TASKS = {
@@ -129,7 +129,7 @@ def storm(
             running.end()
     report = running.report
     records = (record for path in sorted(directory.glob("*.ledger")) for record in read_ledger(path))
-    report.verdict = judge(records, tasks=TASKS, writers={SCORE})
+    report.verdict = judge(records, tasks=TASKS, writers={SCORE}, kills=running.service_kills)
     report.seconds = time.monotonic() - began
     return report
 
@@ -147,6 +147,7 @@ class _Storm:
         pauses_s: tuple[float, float],
     ) -> None:
         self.report = StormReport()
+        self.service_kills: list[Kill] = []
         self._queue = queue
         self._directory = directory
         self._random = chance
@@ -194,8 +195,7 @@ class _Storm:
         for name in victims:
             if name in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[name], signal.SIGKILL)
-                self._note(name, "killed")
+                    self._kill_service(name, pids[name])
 
     def _kill_client(self) -> str:
         self._restart_dead()
@@ -217,7 +217,7 @@ class _Storm:
                 if self._killed is not None:
                     self._wait_until_back()
                     self._pause.wait(self._random.uniform(0, longest_pause_s))
-                name = self._kill_service("storage-" if kind == "unit" else "controller-")
+                name = self._kill_one_of("storage-" if kind == "unit" else "controller-")
             if count % 10 == 0 or count == number:
                 say(f"faults: {count} of {number} killed, the last one was {name}")
         self._wait_until_back()
@@ -280,13 +280,18 @@ class _Storm:
                 self.report.kills["gave up"] += 1
                 self._clients[name] = self._starters[name]()
 
-    def _kill_service(self, prefix: str) -> str:
+    def _kill_one_of(self, prefix: str) -> str:
         pids = self._queue.pids()
         name = self._random.choice(sorted(name for name in pids if name.startswith(prefix)))
-        os.kill(pids[name], signal.SIGKILL)
+        self._kill_service(name, pids[name])
         self._killed = (name, pids[name], time.monotonic())
-        self._note(name, "killed")
         return name
+
+    def _kill_service(self, name: str, pid: int) -> None:
+        since = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        self.service_kills.append(Kill(name, since, time.monotonic()))
+        self._note(name, "killed")
 
     def _wait_until_back(self) -> None:
         if self._killed is None:

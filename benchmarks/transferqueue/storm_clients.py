@@ -136,7 +136,7 @@ class _Consumer:
             self._check(batch)
             for unit in dict.fromkeys(lease.units):
                 rows = [row for row, home in zip(lease.rows, lease.units, strict=True) if home == unit]
-                self._finish(lease, rows)
+                self._finish(lease, rows, unit)
 
     def _read(self, lease: tq.Lease) -> tq.PackedBatch | None:
         try:
@@ -158,13 +158,14 @@ class _Consumer:
         if wrong:
             self._ledger.write(Record(Deed.CORRUPT, wrong, self._task))
 
-    def _finish(self, lease: tq.Lease, rows: list[int]) -> None:
+    def _finish(self, lease: tq.Lease, rows: list[int], unit: str) -> None:
         """One ack, or one put of outputs, for the rows of one unit: it counts for all of them or for none."""
         token = lease.grant.token
-        self._ledger.write(Record(Deed.INTENT, rows, self._task, token))
+        self._ledger.write(Record(Deed.INTENT, rows, self._task, token, unit=unit))
         mine: list[bool] = []
         if _until_known(lambda: mine.append(self._commit(lease, rows)), self._pipe.poll):
-            self._ledger.write(Record(Deed.CONFIRMED if mine[-1] else Deed.FENCED, rows, self._task, token))
+            deed = Deed.CONFIRMED if mine[-1] else Deed.FENCED
+            self._ledger.write(Record(deed, rows, self._task, token, unit=unit))
 
     def _commit(self, lease: tq.Lease, rows: list[int]) -> bool:
         return lease.put(scores_of(rows, lease.grant.token), rows) if self._task == SCORE else lease.ack(rows)

@@ -10,6 +10,9 @@
 A client that is killed between an intent and what follows leaves it open: only the queue knows whether that ack counts.
 If it does, nobody gets the row again; if not, somebody else confirms it. So at the end every row must have either one
 confirmed ack or, without any, an open intent.
+
+A refusal leaves the intent open, too, if whoever took the first try died before it answered (`Kill`): the next one does
+not know the lease. Outputs of such a try that were seen prove that it counted.
 """
 
 import os
@@ -37,14 +40,27 @@ class Deed(StrEnum):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """One line. `token` is the lease's; for `seen` the one that wrote the score. Puts have neither task nor token."""
+    """One line. `token` is the lease's; for `seen` the one that wrote the score. Puts have neither task nor token.
+
+    Intents, and what follows them, name the `unit` that has the rows.
+    """
 
     deed: Deed
     rows: list[int]
     task: str = ""
     token: int = 0
     at: float = 0.0
-    """Seconds on the host's monotonic clock; to look for the cause of a fault."""
+    """Seconds on the host's monotonic clock."""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A service got SIGKILL at a moment between `since` and `until` (s, the clock of `Record.at`)."""
+
+    service: str
+    since: float
+    until: float
 
 
 @dataclass
@@ -57,7 +73,8 @@ class Verdict:
         twice: acks beyond the first, except repetitions of work whose result went with a unit.
         corrupt: rows that came different from how they were put, or with a score that had been refused.
         redone: acks beyond the first where the task's outputs were lost with a unit and the row was put again.
-        open_intents: (row, task) whose only ack came from a client that died before it heard the answer.
+        open_intents: (row, task) whose only ack came from a client that died before it heard the answer, or went to a
+            unit that died before it gave one.
         fenced: (row, task) acks that the queue refused.
         deliveries: (row, task) in hand of a consumer right before an ack.
     """
@@ -147,20 +164,25 @@ def accounts(directory: Path, tasks: Collection[str]) -> Accounts:
     return Accounts(confirmed, set.intersection(*acked.values()))
 
 
-def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collection[str]) -> Verdict:
+def judge(
+    records: Iterable[Record], *, tasks: Collection[str], writers: Collection[str], kills: Collection[Kill] = ()
+) -> Verdict:
     """Return the verdict over all records of all clients.
 
     Args:
         records: those of one client in their order; clients in any order.
         tasks: every row must be acked once for each.
         writers: tasks with outputs: they are lost with a unit, so they may be made once more per put of the row.
+        kills: of units and controllers.
     """
     verdict = Verdict()
     put: set[int] = set()
     reputs: Counter[int] = Counter()
     acks: dict[str, Counter[int]] = {task: Counter() for task in tasks}
     open_intents: dict[str, Counter[int]] = {task: Counter() for task in tasks}
-    refused: dict[tuple[int, int], float] = {}
+    asked_at: dict[tuple[str, int, int], float] = {}
+    refused: dict[tuple[int, int], Record] = {}
+    doubtful: set[tuple[int, int]] = set()  # of these, writes that may have worked when they were first tried
     seen: dict[tuple[int, int], float] = {}
     for record in records:
         match record.deed:
@@ -170,15 +192,22 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
                 reputs.update(record.rows)
             case Deed.INTENT:
                 open_intents[record.task].update(record.rows)
+                asked_at[record.task, record.token, record.rows[0]] = record.at
                 verdict.deliveries += len(record.rows)
             case Deed.CONFIRMED:
                 acks[record.task].update(record.rows)
                 open_intents[record.task].subtract(record.rows)
             case Deed.FENCED:
-                open_intents[record.task].subtract(record.rows)
                 verdict.fenced += len(record.rows)
-                if record.task in writers:
-                    refused |= {(row, record.token): record.at for row in record.rows}
+                writes = record.task in writers
+                asked = asked_at.get((record.task, record.token, record.rows[0]), record.at)
+                doubt = _may_have_worked(record, asked, kills, writes=writes)
+                if not doubt:
+                    open_intents[record.task].subtract(record.rows)
+                if writes:
+                    names = [(row, record.token) for row in record.rows]
+                    refused |= dict.fromkeys(names, record)
+                    doubtful.update(names if doubt else ())
             case Deed.SEEN:
                 seen |= {(row, record.token): record.at for row in record.rows}
             case Deed.CORRUPT:
@@ -187,13 +216,24 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
     verdict.rows = len(put)
     for row, token in seen.keys() & refused.keys():
         # Outputs may be stored, be seen, and be lost with their unit; the writer that asks again is refused then.
-        if not reputs[row] or seen[row, token] > refused[row, token]:
+        before = seen[row, token] <= refused[row, token].at
+        if not before or not (reputs[row] or (row, token) in doubtful):
             verdict.corrupt += 1
             verdict.blame(f"row {row} carries the outputs of lease {token}, which were refused")
+        elif (row, token) in doubtful:  # it did work
+            acks[refused[row, token].task][row] += 1
     for task in tasks:
         again = reputs if task in writers else Counter()
         _count_acks(verdict, task, put, acks[task], open_intents[task], again)
     return verdict
+
+
+def _may_have_worked(refusal: Record, asked_at: float, kills: Collection[Kill], *, writes: bool) -> bool:
+    """Whether an earlier try of an ack that was refused may count: who took it died between question and answer."""
+    dead = {kill.service for kill in kills if asked_at <= kill.until and kill.since <= refusal.at}
+    # With its unit gone, an ack without outputs is judged by a controller, which knows of the earlier try unless it
+    # was killed as well.
+    return refusal.unit in dead and (writes or any(service.startswith("controller-") for service in dead))
 
 
 def _count_acks(
