@@ -48,9 +48,8 @@ from tq.control.events import (
     UnitGone,
     UnitLost,
 )
-from tq.control.rows import RowSet
+from tq.control.row_table import RowSet
 from tq.control.state import ControlState, Recovering
-from tq.control.stats import TaskRates
 from tq.directory import Directory, TaskOutputs
 from tq.messages import (
     CONTROLLER_REPLIES,
@@ -81,6 +80,7 @@ from tq.messages import (
     RowsCreated,
     RowsRemoved,
     Stop,
+    TaskStats,
     TellLost,
     UnitAlive,
     UnitLoss,
@@ -742,3 +742,25 @@ class ControllerService:
                 task.oldest_request_s = now - oldest.get(task.task, now)
             self._rates.note(stats.tasks, now)
         return stats
+
+
+_WINDOW_S = 10.0
+
+
+class TaskRates:
+    """How fast each task progresses, from what was done some seconds ago.
+
+    The caller holds the lock and passes the clock (s, monotonic).
+    """
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._before: dict[str, tuple[float, int]] = {}
+
+    def note(self, tasks: Iterable[TaskStats], now: float) -> None:
+        """Fill in the rows per second since roughly the beginning of the last window."""
+        for task in tasks:
+            before, done = self._before.get(task.task, (self._started, 0))
+            task.rows_per_s = (task.acked - done) / max(now - before, 1e-3)
+            if now - before > _WINDOW_S:
+                self._before[task.task] = (now, task.acked)

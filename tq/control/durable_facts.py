@@ -31,7 +31,7 @@ from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.meeting import Credentials
 from tq.control.events import Commit, Event, Fence, FenceAll, Fenced, RemoveGroup, RowsFinished, RowsLacking, RowsLost
-from tq.control.rows import RowSet, Span
+from tq.control.row_table import RowSet, Span
 from tq.messages import (
     UNIT_REPLIES,
     CloseWriting,

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
-from tq.control.rows import RowSet
 from tq.messages import (
     AckLost,
     ClearPartition,
@@ -103,7 +102,7 @@ class RowsLacking:
     """An earlier incarnation knew that a partition will never have these rows (`ControlState.removed_rows`)."""
 
     partition: int
-    rows: RowSet
+    rows: Iterable[int]
 
 
 @dataclass(frozen=True)

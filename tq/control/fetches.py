@@ -1,20 +1,17 @@
-"""Answers fetches of the served tasks, now or when an event makes it possible. Pure.
+"""Answers fetches of the served tasks, now or when an event makes it possible; what a fetch waits for. Pure.
 
 fetch -> answered | parked --rows ready, newer weights, partition over, stop, deadline--> answered
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from asyncflow.errors import PeerRefused
-from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer
-from tq.control.row_table import RowTable
-from tq.control.rows import RowState
-from tq.control.task_state import TaskState
-from tq.control.wait_reasons import WaitReasons
-from tq.messages import FetchRound, FetchRows, LeaseGrant, NoRows, NoRowsReason
-from tq.policies import Want
+from tq.control.row_table import RankSlice, Round, Rounds, Row, RowState, RowTable, TaskState
+from tq.messages import NEW_ROWS, FetchRound, FetchRows, Held, LeaseGrant, NoRows, NoRowsReason
+from tq.policies import Fifo, Offer, Want, choose
 
 Fetch = FetchRows | FetchRound
 K = TypeVar("K")
@@ -28,8 +25,6 @@ class ParkedFetches:
         self._all: dict[int, Fetch] = {}
         self._rows: dict[str, dict[int, FetchRows]] = {}
         self._rounds: dict[tuple[str, int], dict[int, FetchRound]] = {}
-        self._owners: dict[str, dict[int, None]] = {}
-        self._counts: dict[str, int] = {}
 
     def add(self, request: int, fetch: Fetch) -> None:
         self._all[request] = fetch
@@ -37,8 +32,6 @@ class ParkedFetches:
             self._rounds.setdefault((fetch.task, fetch.partition), {})[request] = fetch
         else:
             self._rows.setdefault(fetch.task, {})[request] = fetch
-        self._owners.setdefault(fetch.owner, {})[request] = None
-        self._counts[fetch.task] = self.count(fetch.task) + 1
 
     def pop(self, request: int) -> Fetch | None:
         """Take out a fetch; None: it was not parked."""
@@ -49,15 +42,13 @@ class ParkedFetches:
             _drop(self._rounds, (fetch.task, fetch.partition), request)
         else:
             _drop(self._rows, fetch.task, request)
-        _drop(self._owners, fetch.owner, request)
-        self._counts[fetch.task] -= 1
         return fetch
 
     def waits(self, request: int) -> bool:
         return request in self._all
 
-    def of(self, owner: str) -> list[int]:
-        return list(self._owners.get(owner, ()))
+    def requests_of(self, owner: str) -> list[int]:
+        return [request for request, fetch in self._all.items() if fetch.owner == owner]
 
     def rows(self, task: str) -> list[tuple[int, FetchRows]]:
         return list(self._rows.get(task, {}).items())
@@ -80,7 +71,7 @@ class ParkedFetches:
         return list(self._all)
 
     def count(self, task: str) -> int:
-        return self._counts.get(task, 0)
+        return sum(fetch.task == task for fetch in self._all.values())
 
 
 def _drop(index: "dict[K, dict[int, V]]", key: K, request: int) -> None:
@@ -88,6 +79,277 @@ def _drop(index: "dict[K, dict[int, V]]", key: K, request: int) -> None:
     del requests[request]
     if not requests:
         del index[key]
+
+
+# Which rows the ranks of a gang get, round by round.
+
+
+class RoundAssigner:
+    """Assigns the rounds of one task to the ranks of a gang.
+
+    A step is a partition, unless the task's steps take rows of several partitions (`TaskSpec.steps`). A round has rows
+    of one partition. It is chosen once; all ranks get the same round, however often they ask. After a restart of the
+    controller the ranks say what they hold: the step and round, and how large that round was. Slices that no rank holds
+    are assigned again before anything new is.
+    """
+
+    def __init__(self, task: TaskState, new_token: Callable[[], int]) -> None:
+        self.ranks: dict[str, int] = {}  # consumer -> the newest step of which it got a slice
+        self._task = task
+        self._new_token = new_token  # of a lease
+        self._spec = task.spec.steps
+        self._version = 0
+        self._steps: dict[int, Rounds] = {}
+        self._restored = False  # whether slices of an earlier incarnation may be missing
+
+    def published(self, version: int) -> None:
+        """Weights of step `version` exist, so that step is over."""
+        self._version = max(self._version, version)
+        for step in [step for step in self._steps if step <= self._version]:
+            del self._steps[step]
+        if self._spec is not None:
+            self._task.changed.add(version)  # wake ranks that wait for its rounds: it is over
+
+    def over(self, step: int) -> bool:
+        """Whether the step was trained, or all rows of the partition are done."""
+        return self._task.over(step) if self._spec is None else step <= self._version
+
+    def exhausted(self, step: int) -> bool:
+        """Whether all rows of the step were handed out."""
+        if self._spec is None:
+            return self._task.exhausted(step)
+        return self.over(step) or (step in self._steps and self._steps[step].num_rows >= self._spec.num_rows)
+
+    def rounds(self, step: int) -> Rounds:
+        return self._task.partition(step).rounds if self._spec is None else self._steps.setdefault(step, Rounds())
+
+    def known_rounds(self, step: int) -> Rounds | None:
+        """Return the step's rounds, or None if nothing is known of the step."""
+        if self._spec is not None:
+            return self._steps.get(step)
+        part = self._task.partitions.get(step)
+        return None if part is None else part.rounds
+
+    def restore(self, one: Held, owner: str) -> None:
+        """A rank says that it holds a slice that an earlier incarnation assigned."""
+        self.ranks[owner] = max(one.step, self.ranks.get(owner, one.step))
+        step = one.partition if self._spec is None else one.step
+        if not self.over(step):
+            self.rounds(step).restore(one)
+            self._restored = True
+
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer's leases, or its slices of an unfinished step, outlive its channel."""
+        if not self._task.spec.keeps_leases:
+            return False
+        step = self.ranks.get(owner)
+        held = next(self._task.leases.rows_of(owner), None)
+        return held is not None or (step is not None and not self.over(step))
+
+    def round(self, step: int, index: int, want: Want) -> Round | None:
+        """Return round `index`, at most one beyond the formed ones; None: it can neither be full nor hold the rest yet.
+
+        `want` is that of all ranks together.
+        """
+        rounds = self.rounds(step)
+        assert index <= len(rounds.formed), "the caller checks that no round is skipped"
+        whole = not self._restored or self._assign_missing()
+        if index < len(rounds.formed):
+            return rounds.formed[index]
+        if not whole:
+            return None
+        if self._spec is None:
+            return self._round_of_partition(step, rounds, want)
+        chosen = choose(self._spec, step, rounds.num_rows, self._offers(), want.num_rows)
+        if chosen is None:
+            return None
+        formed = self._form(rounds, chosen.partition, Want(chosen.num_ready, 0, want.num_ranks))
+        formed.last = rounds.num_rows >= self._spec.num_rows
+        return formed
+
+    def _round_of_partition(self, number: int, rounds: Rounds, want: Want) -> Round | None:
+        task, part = self._task, self._task.partition(number)
+        rest = task.rest_ready(number)
+        full = part.num_ready >= want.num_rows or 0 < want.token_budget <= part.ready_tokens
+        if not part.num_ready or not (rest or (full and not task.spec.barrier)):
+            return None
+        if task.spec.in_order and not task.front_ready(number, want.num_rows):
+            return None
+        formed = self._form(rounds, number, want)
+        formed.last = rest and not part.num_ready
+        return formed
+
+    def _form(self, rounds: Rounds, partition: int, want: Want) -> Round:
+        """Add a round of what a partition has ready."""
+        items = self._task.partition(partition).pick(self._task.picking, want)
+        rank_slices = self._task.spec.policy.assign(items, rounds.loads(want.num_ranks))
+        formed = rounds.form(rank_slices, self._new_token, partition=partition)
+        for rank_slice in formed.rank_slices:
+            self._hold(rank_slice, partition)
+        return formed
+
+    def _hold(self, rank_slice: RankSlice | None, partition: int) -> None:
+        if rank_slice is not None and rank_slice.rows:
+            self._task.lease_rows(rank_slice.token, partition, rank_slice.rows)
+
+    def _offers(self) -> list[Offer]:
+        """Return what partitions have to give, oldest first."""
+        assert self._spec is not None
+        offers = []
+        trained = self._version - self._spec.lateness
+        for number, part in sorted(self._task.partitions.items()):
+            ready = part.num_ready
+            # Of old partitions only ready rows count: a restarted controller may have forgotten that the others were
+            # trained.
+            left = ready if number <= trained else self._task.num_unassigned(number)
+            if left:
+                offers.append(Offer(number, ready, left))
+        return offers
+
+    def _assign_missing(self) -> bool:
+        """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are complete."""
+        steps = self._steps if self._spec is not None else {k: part.rounds for k, part in self._task.partitions.items()}
+        waiting: set[int] = set()  # partitions whose rows an older round waits for
+        for _, rounds in sorted(steps.items()):
+            for known in rounds.formed:
+                if known.missing and (known.partition in waiting or not self._assign_round(known)):
+                    waiting.add(known.partition)
+        self._restored = bool(waiting)
+        return not waiting
+
+    def _assign_round(self, known: Round) -> bool:
+        """Assign the missing slices of a round once its rows are ready again; returns whether none is missing."""
+        part, missing = self._task.partition(known.partition), known.missing
+        left = known.total_rows - sum(rank_slice.num_rows for rank_slice in known.rank_slices if rank_slice is not None)
+        if part.num_ready < left:
+            if not self._task.rest_ready(known.partition):
+                return False
+            left = part.num_ready  # the other rows left the partition with their group
+        for position, rank in enumerate(missing):
+            size = -(-left // (len(missing) - position))
+            rank_slice = RankSlice.of(self._new_token(), part.pick(Fifo(), Want(size)) if size > 0 else [])
+            left -= rank_slice.num_rows
+            known.rank_slices[rank] = rank_slice
+            known.round_rows = max(known.round_rows, rank_slice.num_rows)
+            self._hold(rank_slice, known.partition)
+        self._task.changed.add(known.partition)  # a rank that is a round ahead waits for this
+        return True
+
+
+# What a fetch waits for, as text for people, and whether anybody is connected who could bring it.
+
+_LOOKED_AT = 4096
+
+
+@dataclass(frozen=True)
+class Reason:
+    text: str
+    producers_alive: bool = True
+
+
+class WaitReasons:
+    """Finds what is missing, and knows who writes what."""
+
+    def __init__(self, table: RowTable) -> None:
+        self.recovering = ""  # what a restarted controller waits for; "": it serves
+        self._table = table
+        self._writers: dict[str, frozenset[str]] = {}
+
+    def writes(self, owner: str, columns: tuple[str, ...]) -> None:
+        """A connected consumer puts these columns."""
+        self._writers[owner] = frozenset(columns)
+
+    def leave(self, owner: str) -> None:
+        self._writers.pop(owner, None)
+
+    def reason_for(self, task: TaskState, fetch: FetchRows | FetchRound, *, gate: int | None) -> Reason:
+        """Return why a fetch got nothing; `gate`: newest partition that the consumer's weights allow."""
+        if self.recovering:
+            return Reason(f"the controller was restarted and waits for {self.recovering}")
+        if isinstance(fetch, FetchRows) and task.isolation.holds(fetch.owner):
+            return Reason("this consumer holds rows that failed too often to be handed out with others")
+        number = fetch.partition if isinstance(fetch, FetchRound) and task.spec.steps is None else self._oldest(task)
+        if number is None:
+            leased = len(task.leases.holders)
+            others = f"{leased} are leased" if leased else "none was put"
+            return Reason(f"no row waits for this task; {others}", self._alive({NEW_ROWS}))
+        if isinstance(fetch, FetchRows) and gate is not None and number > gate:
+            return Reason(f"partition {number} waits for newer weights than version {fetch.version}")
+        return self._in_partition(task, number)
+
+    def blocking(self) -> str:
+        """Return which task keeps the oldest partition alive: what a put without room waits for."""
+        table = self._table
+        for number in sorted(table.partitions):
+            first = next(table.numbers(number), None)
+            if first is None:
+                continue
+            for name in table.task_names(table.rows[first].left):
+                task = table.tasks.get(name)
+                if task is None:
+                    return f"partition {number} waits for task {name}"
+                part = task.partition(number)
+                state = f"{part.num_held} rows leased" if part.num_held else f"{part.num_ready} rows ready"
+                return f"partition {number} waits for task {name}: {state}"
+        return "nothing is alive"
+
+    def _oldest(self, task: TaskState) -> int | None:
+        for number in sorted(self._table.partitions):
+            if not task.over(number) and self._outstanding(task, number)[1] > 0:
+                return number
+        return None
+
+    def _outstanding(self, task: TaskState, number: int) -> tuple[int, int]:
+        """Return (rows that the partition has or will have, those of them that are in no lease)."""
+        info = self._table.partitions[number]
+        part = task.partition(number)
+        size = info.num_rows if info.num_rows is not None else info.num_live + info.num_finished
+        return size, size - part.num_done - part.num_held
+
+    def _in_partition(self, task: TaskState, number: int) -> Reason:
+        info = self._table.partitions.get(number)
+        if info is None:
+            return Reason(f"partition {number} was not opened, and has no rows", self._alive({NEW_ROWS}))
+        size, waiting = self._outstanding(task, number)
+        absent = size - info.num_live - info.num_finished
+        rows = [self._table.rows[row] for row in self._waiting(task, number)]
+        causes = []
+        missing = 0
+        for row in rows:
+            missing |= task.inputs & ~row.written
+        sources = set(self._table.column_names(missing))
+        if missing:
+            count = sum(1 for row in rows if task.inputs & ~row.written)
+            what = "column" if len(sources) == 1 else "columns"
+            causes.append(f"{count} of {size} rows wait for {what} {' '.join(sorted(sources))}")
+        if absent > 0:
+            causes.append(f"{absent} of {size} rows were not put yet")
+            sources.add(NEW_ROWS)
+        causes += self._away(rows)
+        if not causes and waiting > 0:
+            causes.append(f"{waiting} of {size} rows are ready, which is not enough, or return from a lease that ended")
+        if info.num_rows is None:
+            causes.append("the partition was not opened, so its end is not known")
+        return Reason(f"partition {number}: " + ("; ".join(causes) or "all rows are leased"), self._alive(sources))
+
+    def _waiting(self, task: TaskState, number: int) -> list[int]:
+        numbers = []
+        for looked, row in enumerate(self._table.numbers(number)):
+            # Bounded: this runs for every fetch whose deadline passes.
+            if looked >= _LOOKED_AT:
+                break
+            if self._table.rows[row].left & task.bit and row not in task.leases.holders:
+                numbers.append(row)
+        return numbers
+
+    def _away(self, rows: list[Row]) -> list[str]:
+        lost = sum(1 for row in rows if row.lost)
+        away = sorted({row.unit.name for row in rows if row.state is RowState.AWAY})
+        causes = [f"{lost} rows were lost with their unit and not put again"] if lost else []
+        return causes + ([f"{' '.join(away)} is away with rows"] if away else [])
+
+    def _alive(self, sources: set[str]) -> bool:
+        return all(any(source in writes for writes in self._writers.values()) for source in sources)
 
 
 _REPLICA_FETCHES_REMEMBERED = 16
@@ -110,6 +372,7 @@ class Fetches:
         self.drained = False  # the queue was closed for writing, and all rows that will ever exist are known
         self._table = table
         self._reasons = reasons
+        self.assigners = {name: RoundAssigner(task, table.new_token) for name, task in table.tasks.items()}
         self._replicas: dict[tuple[str, str], dict[int, LeaseGrant]] = {}
         self._tell_steps()
 
@@ -118,7 +381,7 @@ class Fetches:
 
     def check(self, fetch: Fetch) -> None:
         """Raise PeerRefused for an unknown task or invalid numbers."""
-        self._table.rows.bit(fetch.task)
+        self._table.task_bit(fetch.task)
         if fetch.task not in self._table.tasks:
             raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._table.tasks)}")
         if fetch.num_rows < 1 or fetch.token_budget < 0:
@@ -164,18 +427,12 @@ class Fetches:
         """Hand out nothing more, except rounds that some rank has."""
         self.stopped = True
         if not self.closed:
-            for request in self.parked.all():
-                fetch = self.parked.pop(request)
-                if fetch is not None:
-                    self.add(request, fetch)
+            self._retry_all()
 
     def drain(self) -> None:
         """No more rows will come: tasks that are done with all of them have no more work."""
         self.drained = True
-        for request in self.parked.all():
-            fetch = self.parked.pop(request)
-            if fetch is not None:
-                self.add(request, fetch)
+        self._retry_all()
 
     def publish(self, version: int) -> None:
         """Newer weights exist: answer consumers that are held back by their old ones."""
@@ -189,7 +446,7 @@ class Fetches:
                 self._try(request, fetch)
 
     def leave(self, owner: str) -> None:
-        for request in self.parked.of(owner):
+        for request in self.parked.requests_of(owner):
             self.parked.pop(request)
 
     def expire(self, request: int) -> None:
@@ -197,7 +454,7 @@ class Fetches:
         if fetch is None:
             return
         gate = self.newest_partition(fetch) if isinstance(fetch, FetchRows) else None
-        reason = self._reasons.of(self._table.tasks[fetch.task], fetch, gate=gate)
+        reason = self._reasons.reason_for(self._table.tasks[fetch.task], fetch, gate=gate)
         answer = NoRows(NoRowsReason.DEADLINE, self.newest_version, reason.text, reason.producers_alive)
         self._table.out.append(Answer(request, answer))
 
@@ -214,12 +471,18 @@ class Fetches:
                     self._try(request, round_)
             self._wake_rows(name, task)
 
+    def _retry_all(self) -> None:
+        for request in self.parked.all():
+            fetch = self.parked.pop(request)
+            if fetch is not None:  # otherwise answered together with a twin
+                self.add(request, fetch)
+
     def _wake_rows(self, name: str, task: TaskState) -> None:
         if self._has_no_more(task):
             for request, _ in self.parked.rows(name):
                 self.parked.pop(request)
                 self._table.out.append(Answer(request, self._nothing(NoRowsReason.CLOSED)))
-        if not task.has_ready:
+        if not task.ready_partitions:
             return
         refused = None
         for request, fetch in self.parked.rows(name):
@@ -263,24 +526,22 @@ class Fetches:
         task = self._task(fetch)
         if self._has_no_more(task):
             return self._nothing(NoRowsReason.CLOSED)
+        newest = self.newest_partition(fetch)
         if task.isolation.holds(fetch.owner):
             return None
-        newest = self.newest_partition(fetch)
         # Weights of an earlier lineage are outdated, whatever their version.
         if newest is not None and fetch.lineage < self._lineage:
             return self._gated(NoRowsReason.NEWER_VERSION, task) if self._published else None
-        taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
+        taken = task.take_ready(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
         if taken is None:
-            if newest is None or task.oldest_ready is None or task.oldest_ready <= newest:
+            if newest is None or not task.ready_partitions or task.ready_partitions[0] <= newest:
                 return None
             if task.spec.usable_version(self.newest_version) > fetch.version:
                 return self._gated(NoRowsReason.NEWER_VERSION, task)
             # Rows for these weights may still come, or come back: the consumer keeps asking with them.
             return self._gated(NoRowsReason.HELD_BACK, task) if fetch.tell_held_back else None
         partition, rows = taken
-        token = self._table.token()
-        task.lease(token, partition, rows, fetch.owner)
-        granted = self._granted(fetch.task, token, partition, rows)
+        granted = self._table.lease_rows(task, partition, rows, fetch.owner)
         if fetch.replica:
             self._remember(fetch, granted)
         return granted
@@ -288,7 +549,7 @@ class Fetches:
     def _round(self, fetch: FetchRound) -> LeaseGrant | NoRows | None:
         task = self._task(fetch)
         assigner = self._assigner(fetch)
-        if assigner.over(fetch.partition) or (self.drained and fetch.partition not in self._table.rows.partitions):
+        if assigner.over(fetch.partition) or (self.drained and fetch.partition not in self._table.partitions):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         formed = fetch.round_index < len(assigner.rounds(fetch.partition).formed)
         if not formed and assigner.exhausted(fetch.partition):
@@ -296,7 +557,7 @@ class Fetches:
         if not formed and self.stopped:
             return self._nothing(NoRowsReason.STOP)
         want = Want(fetch.num_rows * fetch.num_ranks, fetch.token_budget * fetch.num_ranks, fetch.num_ranks)
-        known = assigner.round(fetch.partition, fetch.round_index, want, self._table.token)
+        known = assigner.round(fetch.partition, fetch.round_index, want)
         if known is None:
             return None
         rank_slice = known.rank_slices[fetch.rank]
@@ -309,25 +570,17 @@ class Fetches:
         assigner.ranks[fetch.owner] = fetch.partition
         if lease is not None:
             task.leases.read(rank_slice.token, fetch.owner)
-        granted = self._granted(fetch.task, rank_slice.token, known.partition, rows)
+        granted = self._table.grant(task, rank_slice.token, known.partition, rows)
         granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
         return granted
 
     def _readable(self, rows: list[int]) -> bool:
         """Whether all rows of a slice can be read; lost ones must be put again."""
-        all_rows = self._table.rows.rows
-        away = [row for row in rows if all_rows[row].state is not RowState.STORED]
-        lost = [row for row in away if all_rows[row].lost]
+        away = [row for row in rows if self._table.rows[row].state is not RowState.STORED]
+        lost = [row for row in away if self._table.rows[row].lost]
         # Also for a reader that holds the slice: it asks again because the unit died before it had read the rows.
         self._table.losses.look_again(lost, wanted=True)
         return not away
-
-    def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> LeaseGrant:
-        held = [self._table.rows.rows[row] for row in rows]
-        groups = [row.group for row in held]
-        units = [row.unit.name for row in held]
-        tokens = [row.tokens for row in held]
-        return LeaseGrant(task, token, partition, list(rows), groups, units, tokens)
 
     def _has_no_more(self, task: TaskState) -> bool:
         return self.drained and not task.num_left
@@ -339,14 +592,14 @@ class Fetches:
         return NoRows(reason, task.spec.usable_version(self.newest_version), lineage=self._lineage)
 
     def _tell_steps(self) -> None:
-        for assigner in self._table.assigners.values():
+        for assigner in self.assigners.values():
             assigner.published(self.newest_version)
 
     def _task(self, fetch: Fetch) -> TaskState:
         return self._table.tasks[fetch.task]
 
     def _assigner(self, fetch: Fetch) -> RoundAssigner:
-        return self._table.assigners[fetch.task]
+        return self.assigners[fetch.task]
 
     def _grant_before(self, fetch: FetchRows) -> LeaseGrant | None:
         """Return the lease that another reader of the replica got for the same fetch, unless the lease ended."""

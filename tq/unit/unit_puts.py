@@ -5,7 +5,7 @@ The first put of a column by a task also waits for the job store, which then kno
 block (I/O) --> [lock] hold? state change, notices --> ... --> every controller agreed --> Stored
                                                        '-----> one did not --> new rows go again; outputs stay
 
-Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.puts`).
+Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.row_table`).
 A producer that hears that rows exist may forget them, so it must not hear this while the put that brings them may still
 fail: a client that names such rows in another put gets `PutPending`, and puts them again.
 """

@@ -68,7 +68,7 @@ class ControlWorld:
     @property
     def freed(self) -> list[int]:
         """Rows that were created and that every task is done with."""
-        return sorted(self.unit_of.keys() - self.state.table.rows.rows.keys())
+        return sorted(self.unit_of.keys() - self.state.table.rows.keys())
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
         """Apply an event and sort what it returns."""

@@ -225,9 +225,9 @@ class ModelledQueue:
 
     def unconfirmed(self, row: int, token: int) -> None:
         """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
-        known = self.state.table.rows.rows.get(row)
+        known = self.state.table.rows.get(row)
         for holds in self.holds.values():
-            open_there = known is None or "train" in self.state.table.rows.tasks(known.left)
+            open_there = known is None or "train" in self.state.table.task_names(known.left)
             if token in holds and open_there:
                 holds[token].rows.append(row)
                 self.trained.discard(row)

@@ -6,9 +6,8 @@ from typing import Any
 from asyncflow.errors import LeaseFenced
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
-from tq.control.rows import Row, RowState
+from tq.control.row_table import TASK_TRANSITIONS, Row, RowState, TaskRowState, TaskState
 from tq.control.state import ControlState
-from tq.control.task_state import TASK_TRANSITIONS, TaskRowState, TaskState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
 from tq.policies import StepSpec
 from tq.unit.row_journal import Life, confirmation
@@ -159,7 +158,7 @@ def task_rows(state: ControlState) -> TaskRows:
     return {
         (name, number): (task_state_of(task, number, row), task.leases.holders.get(number))
         for name, task in table.tasks.items()
-        for number, row in table.rows.rows.items()
+        for number, row in table.rows.items()
     }
 
 
@@ -182,17 +181,15 @@ def check_counters(state: ControlState) -> None:
     """What a controller counts equals a recount."""
     table = state.table
     all_rows = table.rows
-    assert all_rows.num_bytes == sum(row.num_bytes for row in all_rows.rows.values())
-    for unit in {id(row.unit): row.unit for row in all_rows.rows.values()}.values():
-        assert unit.num_rows == sum(1 for row in all_rows.rows.values() if row.unit is unit)
-    for number, info in all_rows.partitions.items():
-        assert info.num_live == sum(1 for row in all_rows.rows.values() if row.partition == number)
+    assert table.num_bytes == sum(row.num_bytes for row in all_rows.values())
+    for unit in {id(row.unit): row.unit for row in all_rows.values()}.values():
+        assert unit.num_rows == sum(1 for row in all_rows.values() if row.unit is unit)
+    for number, info in table.partitions.items():
+        assert info.num_live == sum(1 for row in all_rows.values() if row.partition == number)
         assert info.num_live + info.num_finished <= ROWS
-        assert sorted(all_rows.numbers(number)) == sorted(
-            n for n, row in all_rows.rows.items() if row.partition == number
-        )
+        assert sorted(table.numbers(number)) == sorted(n for n, row in all_rows.items() if row.partition == number)
     for task in table.tasks.values():
-        rows = {number: row for number, row in all_rows.rows.items() if row.left & task.bit}
+        rows = {number: row for number, row in all_rows.items() if row.left & task.bit}
         assert task.num_left == len(rows)
         assert task.leases.holders.keys() <= rows.keys()
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
@@ -202,8 +199,8 @@ def check_counters(state: ControlState) -> None:
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():
             assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
-            live_done = sum(1 for row in all_rows.rows.values() if row.partition == number and not row.left & task.bit)
-            finished = all_rows.partitions[number].num_finished
+            live_done = sum(1 for row in all_rows.values() if row.partition == number and not row.left & task.bit)
+            finished = table.partitions[number].num_finished
             assert part.num_done == live_done + finished, (
                 task.spec.name,
                 number,

@@ -13,7 +13,7 @@ from asyncflow.mac import MAC_BYTES
 from tq import TaskSpec
 from tq.control.durable_facts import KEPT_PARTITIONS, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.rows import RowSet
+from tq.control.row_table import RowSet
 from tq.control.state import Recovering
 from tq.messages import ClearPartition, Held, OpenPartition, OutputsWritten
 

@@ -10,7 +10,7 @@ from counting_store import shell_of
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Mark, Memory
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.rows import RowSet
+from tq.control.row_table import RowSet
 from tq.control.state import ControlState, Recovering
 from tq.messages import (
     AckLost,

@@ -78,7 +78,7 @@ def put_again(world: Any, story: Story, rows: list[int], random: Random) -> None
     random.shuffle(pieces)
     for repeated in (False, True) if random.random() < 0.3 else (False,):
         for piece in pieces:
-            if repeated and not {*piece}.isdisjoint(world.state.table.rows.rows):
+            if repeated and not {*piece}.isdisjoint(world.state.table.rows):
                 continue  # refused where it is
             unit, held = random.choice([UNIT, "storage-1"]), random.random() < 0.4
             world.put(piece, unit, size=story.size, group_size=story.size, held=held)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.control.partition_queue import ReadyQueue
+from tq.control.row_table import ReadyQueue
 
 
 @given(st.lists(st.one_of(st.integers(0, 5000), st.none()), max_size=60), st.integers(0, 3))

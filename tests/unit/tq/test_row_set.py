@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.control.rows import RowSet
+from tq.control.row_table import RowSet
 
 ROWS = st.sets(st.integers(0, 1200) | st.integers(10**9, 10**9 + 600))
 

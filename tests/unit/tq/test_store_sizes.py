@@ -6,8 +6,7 @@ import pytest
 from counting_store import CountingStore, memory_in
 
 from tq.control.events import RowsLacking, RowsLost
-from tq.control.row_table import Losses
-from tq.control.rows import RowSet
+from tq.control.row_table import Losses, RowSet
 from tq.messages import RowRecords
 from tq.refill import AdmissionMark, Refill, RemovalCause
 from workers.admission.admission_state import AdmissionState

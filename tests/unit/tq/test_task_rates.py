@@ -1,6 +1,6 @@
 """How fast tasks get on."""
 
-from tq.control.stats import TaskRates
+from tq.control.controller import TaskRates
 from tq.messages import TaskStats
 
 

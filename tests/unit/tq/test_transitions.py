@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tq.control.rows import TRANSITIONS, Row, RowState, UnitLife
-from tq.control.task_state import TASK_TRANSITIONS
+from tq.control.row_table import TASK_TRANSITIONS, TRANSITIONS, Row, RowState, UnitLife
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
