@@ -19,9 +19,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -49,6 +50,7 @@ from tq.refill import AdmissionMark, Refill
 from tq.service_channels import ServiceChannels, await_reply
 
 Finished = dict[int, RowSet]  # partition -> rows that all tasks are done with
+RowKind = Literal["finished", "removed"]
 
 KEPT_PARTITIONS = 256  # only this many of the newest partitions are remembered
 _REFILLS = 256  # refills per part
@@ -111,22 +113,21 @@ class DurableMark:
         else:
             self._credentials.call_store("delete_key", key)
 
-    def load_finished(self) -> Finished:
-        return self._load_rows("finished")
+    def load_rows(self, kind: RowKind) -> dict[int, RowSet]:
+        """Return partition -> its rows of a kind."""
+        rows: dict[int, RowSet] = {}
+        for name, data in self._parts(kind).items():
+            spans = msgpack_decoder(list[Span]).decode(data)
+            rows.setdefault(int(name.partition("/")[0]), RowSet()).merge(RowSet.of_spans(spans))
+        return rows
 
-    def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
-        self._save_rows("finished", partition, part, rows)
-
-    def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
-        for part in parts:
-            self._save_rows("finished", partition, part, RowSet())
-
-    def load_removed(self) -> dict[int, RowSet]:
-        """Return partition -> the rows that it lacks."""
-        return self._load_rows("removed")
-
-    def save_removed(self, partition: int, part: int, rows: RowSet) -> None:
-        self._save_rows("removed", partition, part, rows)
+    def save_rows(self, kind: RowKind, partition: int, part: int, rows: RowSet) -> None:
+        """Save one part of a partition's rows; forget it if it is empty."""
+        key = f"{self._base}/{kind}/{partition}/{part}"
+        if rows:
+            self._credentials.call_store("put", key, msgspec.msgpack.encode(rows.spans()))
+        else:
+            self._credentials.call_store("delete_key", key)
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""
@@ -143,20 +144,6 @@ class DurableMark:
     def _parts(self, kind: str) -> dict[str, bytes]:
         parts: dict[str, bytes] = self._credentials.call_store("read_below", f"{self._base}/{kind}/")
         return parts
-
-    def _load_rows(self, kind: str) -> dict[int, RowSet]:
-        rows: dict[int, RowSet] = {}
-        for name, data in self._parts(kind).items():
-            spans = msgpack_decoder(list[Span]).decode(data)
-            rows.setdefault(int(name.partition("/")[0]), RowSet()).merge(RowSet.of_spans(spans))
-        return rows
-
-    def _save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
-        key = f"{self._base}/{kind}/{partition}/{part}"
-        if rows:
-            self._credentials.call_store("put", key, msgspec.msgpack.encode(rows.spans()))
-        else:
-            self._credentials.call_store("delete_key", key)
 
     def _save_refills(self, refills: Sequence[Refill]) -> None:
         """Write the new refills, with the others of their part."""
@@ -178,8 +165,8 @@ class Memory:
         # Each lock is taken before the facts are read, so that the latest facts are saved last.
         self._saving_finished, self._saving_removed = threading.Lock(), threading.Lock()
         self._mark = durable.load()
-        self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
-        self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
+        self._finished = {partition: rows.parts() for partition, rows in durable.load_rows("finished").items()}
+        self._removed = {partition: rows.parts() for partition, rows in durable.load_rows("removed").items()}
         # (Partition, part) of finished rows that are not saved yet; a failed save leaves them here.
         self._unsaved: set[tuple[int, int]] = set()
         self._mark.newest_version = max(version, self._mark.newest_version)
@@ -271,7 +258,7 @@ class Memory:
         for part in now.keys() | before.keys():
             rows = now.get(part, RowSet())
             if rows != before.get(part, RowSet()):
-                self._durable.save_removed(partition, part, rows)
+                self._durable.save_rows("removed", partition, part, rows)
 
     def _save_finished(self, newly: Finished) -> None:
         for partition, rows in newly.items():
@@ -282,13 +269,14 @@ class Memory:
         for partition in sorted(self._finished)[:-KEPT_PARTITIONS]:
             self._forget_finished(partition)
         for partition, part in sorted(self._unsaved):
-            self._durable.save_finished(partition, part, self._finished[partition][part])
+            self._durable.save_rows("finished", partition, part, self._finished[partition][part])
             self._unsaved.discard((partition, part))
 
     def _forget_finished(self, partition: int) -> None:
         parts = self._finished.pop(partition, {})
         self._unsaved.difference_update([(partition, part) for part in parts])
-        self._durable.forget_finished(partition, parts)
+        for part in parts:
+            self._durable.save_rows("finished", partition, part, RowSet())
 
 
 # What a controller has to tell the units: fences, dead letters, and acks that it took in their place.

@@ -263,16 +263,13 @@ class Shell:
         """See `DurableMark`."""
         return Mark()
 
-    def load_finished(self) -> dict[int, RowSet]:
+    def load_rows(self, kind: str) -> dict[int, RowSet]:
         """See `DurableMark`."""
         return {}
 
-    def load_removed(self) -> dict[int, RowSet]:
+    def save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
         """See `DurableMark`."""
-        return {}
-
-    def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
-        """See `DurableMark`."""
+        assert kind == "finished"
         self.finished.setdefault(partition, RowSet()).merge(rows)
 
     def save_lost(self, part: int, records: list[RowRecords]) -> None:
