@@ -125,6 +125,10 @@ class Endless(CalculatorRenderer):
     def __init__(self, tokenizer):
         __import__("threading").Event().wait()
 
+class Stuck(CalculatorRenderer):
+    def render(self, messages, tools=None):
+        __import__("threading").Event().wait()
+
 class Again(Environment):
     def reset(self, task):
         return task["prompt"]
@@ -416,6 +420,16 @@ def test_a_service_that_stands_still_is_replaced_also_where_it_takes_nothing_mor
     rollouts.begin([request(index, more="x" * num_bytes) for index in range(8)])
     assert len(finished(rollouts, lambda done: len(done) == 8)) == 8
     service.wait(30)
+
+
+def test_a_renderer_that_does_not_return_ends_the_run_before_anything_has_worked(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rollout.session_service.STALL_S", 2.0)
+    rollouts, _ = start(renderer="my_rollouts:Stuck")
+    rollouts.begin([request(0)])
+    with pytest.raises(UserCodeFailed, match=r"sent nothing for 2 s, 2 times in a row, .* \(model.renderer\)"):
+        finished(rollouts, len)
 
 
 def test_a_service_that_stands_still_while_it_starts_has_not_started(

@@ -9,14 +9,15 @@ takes that lock.
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.errors import PeerRefused, TransportError, one_line
 from asyncflow.transport.frame import Payload, Piece
 from tq.backends.backend import Backend
 from tq.columns import Int64s
@@ -99,7 +100,8 @@ class BlockStore:
                 tokens = tokens + lengths
         key = f"{self._prefix}:{next(self._numbers)}"
         if payload.numel():
-            self.backend.store(key, payload)
+            with _named(self.backend):
+                self.backend.store(key, payload)
         stays = self.backend.in_process or not payload.numel()
         return Block(
             key,
@@ -116,7 +118,9 @@ class BlockStore:
         """Return the columns of a pinned block; raises TransportError when its backend fails."""
         columns = block.columns
         if columns is None:
-            columns = unpack_stored(block.headers, block.home.load(block.key, block.num_bytes))
+            with _named(block.home):
+                payload = block.home.load(block.key, block.num_bytes)
+            columns = unpack_stored(block.headers, payload)
         return columns
 
     def describe(
@@ -149,7 +153,9 @@ class BlockStore:
         """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: it failed (logged)."""
         assert self.spill_home is not None
         try:
-            self.spill_home.store(block.key, block.home.load(block.key, block.num_bytes))
+            with _named(block.home):
+                payload = block.home.load(block.key, block.num_bytes)
+            self.spill_home.store(block.key, payload)
         except TransportError as error:
             logger.warning("rows that wait for a checkpoint stay in memory: %s", error)
             return False
@@ -163,7 +169,8 @@ class BlockStore:
                 by_home.setdefault(block.home, []).append(block.key)
         for home, keys in by_home.items():
             try:
-                home.delete(keys)
+                with _named(home):
+                    home.delete(keys)
             except TransportError as error:
                 logger.warning("%d blocks could not be deleted: %s", len(keys), error)
 
@@ -182,6 +189,17 @@ def _per_row(numbers: Int64s | int, num_rows: int) -> list[int]:
 
 _THIN_FRACTION = 4
 _COMPACT_FROM_BYTES = 2**16  # smaller blocks are not worth a copy: a shared region is held in pages anyway
+
+
+@contextmanager
+def _named(backend: Backend) -> Iterator[None]:
+    """Name a backend that raises something else than TransportError: a user's class may raise anything."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except Exception as error:
+        raise TransportError(f"tq.backend: {type(backend).__name__} raised {one_line(error)}") from error
 
 
 class BlockAccounting:

@@ -65,6 +65,8 @@ class SessionService(ChildProcess[ToService, FromService]):
         # A hung service does not read either: no send may block forever.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
         self._wake = wake
+        self.hung = ""
+        """How it was silent, if it was killed for that."""
         self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
         self._decoder = msgpack_decoder(FromService)
         self._watched = time.monotonic()
@@ -130,7 +132,8 @@ class SessionService(ChildProcess[ToService, FromService]):
             self.send(Ping())
 
     def _give_up(self, how: str) -> None:
-        logger.warning("the session service %s for %g s; it is killed", how, STALL_S)
+        self.hung = f"{how} for {STALL_S:g} s"
+        logger.warning("the session service %s; it is killed", self.hung)
         self.kill_process()
 
     def _read(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
+from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist, TransportError
 from asyncflow.transport.frame import Payload, Piece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
@@ -428,3 +428,27 @@ def test_read_of_what_is_not_there_is_refused(unit: World) -> None:
         unit.read([0], "ref")
     with pytest.raises(PeerRefused, match="no rows"):
         unit.read([], "prompts")
+
+
+class Broken(MemoryBackend):
+    in_process = False
+
+    def store(self, key: str, payload: torch.Tensor) -> None:
+        raise ValueError("no room")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        raise ValueError("no such key")
+
+
+def test_backend_of_the_users_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    store = BlockStore(Broken(), None, prefix="u", token_columns=())
+    headers, payload = describe({"a": numbers(1.0)}, narrow=True)
+    data = torch.empty(payload.num_bytes, dtype=torch.uint8)
+    payload.write(data)
+    with pytest.raises(TransportError, match=r"^tq.backend: Broken raised ValueError: no room$"):
+        store.add([0], headers, data)
+    block = BlockStore(MemoryBackend(), None, prefix="u", token_columns=()).add([0], headers, data)
+    assert block is not None
+    block.home = store.backend
+    store.delete([block])
+    assert "tq.backend: Broken raised ValueError: no such key" in caplog.text

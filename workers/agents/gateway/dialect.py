@@ -1,4 +1,4 @@
-"""What the gateway needs of an API's translation: `chat_completions`, `anthropic_messages` and `responses` implement it."""
+"""What the gateway needs of a translated API: `chat_completions`, `anthropic_messages` and `responses` implement it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
