@@ -333,7 +333,7 @@ def test_only_a_put_of_rows_that_are_away_asks_the_store_what_tasks_write(
         assert len(reads) == num_reads, f"after row {row}"
 
 
-@pytest.mark.parametrize("fact", ["save_lost", "save_finished"])
+@pytest.mark.parametrize("fact", ["save_lost", "save_rows"])
 def test_a_controller_whose_durable_write_fails_has_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fact: str
 ) -> None:
