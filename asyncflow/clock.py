@@ -45,11 +45,11 @@ class HostClock:
     offset_s: float  # unix time minus monotonic time
 
     @staticmethod
-    def measure(wall: Callable[[], float] = time.time) -> "HostClock":
+    def from_wall_clock(wall: Callable[[], float] = time.time) -> "HostClock":
         return HostClock(_this_host(), wall() - time.monotonic())
 
     @staticmethod
-    def aligned(trips: Sequence[RoundTrip]) -> "HostClock":
+    def from_round_trips(trips: Sequence[RoundTrip]) -> "HostClock":
         """Align this host's monotonic clock to another host, by the round trip with the least delay."""
         return HostClock(_this_host(), min(trips, key=lambda trip: trip.delay_s).offset_s)
 
@@ -57,7 +57,7 @@ class HostClock:
     def of_this_host(clocks: Iterable["HostClock"], wall: Callable[[], float] = time.time) -> "HostClock":
         """Return the first of these that was measured on this host; if none was, measure one now."""
         here = _this_host()
-        return next((clock for clock in clocks if clock.host == here), None) or HostClock.measure(wall)
+        return next((clock for clock in clocks if clock.host == here), None) or HostClock.from_wall_clock(wall)
 
     def now(self) -> float:
         """Return unix time (s); only on the host where it was measured."""

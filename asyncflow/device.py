@@ -237,7 +237,7 @@ class CopyStream:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")  # starts with the first copy
         self._buffers: dict[int, Tensor] = {}  # page-locked
 
-    def run(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
+    def start_copies(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
         """Begin copying, one after another; returns the end of each.
 
         Each element of `copies` issues copies out of the device. They see the work that the current stream has so far.
@@ -250,10 +250,10 @@ class CopyStream:
         with self._stream:
             for copy in copies:
                 copy()
-                ends.append(CopiesDone(partial(self._await, self._stream.record_event())))
+                ends.append(CopiesDone(partial(self._wait_for_event, self._stream.record_event())))
         return ends
 
-    def stage(self, copies: "Sequence[Staging]") -> "list[CopiesDone]":
+    def start_staged_copies(self, copies: "Sequence[Staging]") -> "list[CopiesDone]":
         """Begin copying out of an accelerator through page-locked buffers, one after another; returns the end of each.
 
         A copy is packed (and cast) on the device, travels in one piece, and is unpacked by this object's thread while
@@ -264,10 +264,10 @@ class CopyStream:
         use_device(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         ends: list[Future[None]] = [Future() for _ in copies]
-        self._thread.submit(self._stage, copies, ends)
+        self._thread.submit(self._copy_staged, copies, ends)
         return [CopiesDone(end.result) for end in ends]
 
-    def _stage(self, copies: "Sequence[Staging]", ends: "Sequence[Future[None]]") -> None:
+    def _copy_staged(self, copies: "Sequence[Staging]", ends: "Sequence[Future[None]]") -> None:
         assert self._stream is not None
         try:
             use_device(self._device)
@@ -275,31 +275,31 @@ class CopyStream:
             for number, (copy, end) in enumerate(zip(copies, ends, strict=True)):
                 # The buffer that comes next is still in use.
                 if len(travelling) == _BUFFERS:
-                    self._unpack(*travelling.popleft())
-                host = self._buffer(number % _BUFFERS, copy.num_bytes)
+                    self._unpack_arrived(*travelling.popleft())
+                host = self._pinned_buffer(number % _BUFFERS, copy.num_bytes)
                 with self._stream:
                     packed = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self._device)
                     copy.pack(packed)
                     host.copy_(packed, non_blocking=True)
                     travelling.append((self._stream.record_event(), copy, host, end))
             while travelling:
-                self._unpack(*travelling.popleft())
+                self._unpack_arrived(*travelling.popleft())
         except BaseException as error:  # noqa: BLE001 (of a thread; it is raised where an end is waited for)
             for end in ends:
                 if not end.done():
                     end.set_exception(error)
 
-    def _unpack(self, arrived: torch.Event, copy: "Staging", host: Tensor, end: "Future[None]") -> None:
+    def _unpack_arrived(self, arrived: torch.Event, copy: "Staging", host: Tensor, end: "Future[None]") -> None:
         arrived.synchronize()
         copy.unpack(host)
         end.set_result(None)
 
-    def _buffer(self, number: int, num_bytes: int) -> Tensor:
+    def _pinned_buffer(self, number: int, num_bytes: int) -> Tensor:
         if number not in self._buffers or self._buffers[number].numel() < num_bytes:
             self._buffers[number] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return self._buffers[number][:num_bytes]
 
-    def _await(self, event: torch.Event) -> None:
+    def _wait_for_event(self, event: torch.Event) -> None:
         with on_device(self._device):  # the waiting thread's current device may be device 0
             event.synchronize()
 
@@ -309,7 +309,7 @@ class CopyStream:
 
 @dataclass(frozen=True)
 class Staging:
-    """A copy out of a device; see `CopyStream.stage`."""
+    """A copy out of a device; see `CopyStream.start_staged_copies`."""
 
     num_bytes: int  # that travel
     pack: Callable[[Tensor], None]  # issues work that writes them to uint8 [num_bytes] on the device

@@ -83,7 +83,7 @@ class Job:
     nodes: tuple[Node, ...] = ()
     revision: int = 0  # counts the writes, so that other hosts know whether they see the newest file
 
-    def changed(self, **fields: Any) -> "Job":
+    def with_changes(self, **fields: Any) -> "Job":
         """Return this job with other values, as its next revision."""
         return replace(self, revision=self.revision + 1, **fields)
 
@@ -103,7 +103,7 @@ class Job:
         return tuple(gang for gang in self.gangs if gang.role == role)
 
     def save(self, run_dir: Path) -> None:
-        """Write `job.json` (mode 0600) atomically; a job that was written before must be `changed` first."""
+        """Write `job.json` (mode 0600) atomically; a job that was written before must be `with_changes` first."""
         target = run_dir / JOB_FILE
         beside = target.with_suffix(".tmp")
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -49,7 +49,7 @@ class JsonLines:
             late = bool(self._waiting)
             self._waiting += data
             try:
-                self._write()
+                self._write_waiting()
             except OSError as error:
                 if not late:
                     logger.warning("%s cannot be written (%s): its lines wait", self._path, error)
@@ -57,7 +57,7 @@ class JsonLines:
     def sync(self) -> None:
         """Make everything written durable. Raises OSError if the file system refuses, perhaps earlier lines."""
         with self._lock:
-            self._write()
+            self._write_waiting()
             os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _write(self) -> None:
+    def _write_waiting(self) -> None:
         while self._waiting:
             size = os.write(self._descriptor, self._waiting)
             self._waiting = self._waiting[size:]
@@ -99,10 +99,10 @@ class Lines(Generic[T]):
     wrong: tuple[tuple[int, str], ...] = ()  # (line number from 1, what is wrong) of the others
     torn: bool = False  # the last line is incomplete: its writer died, or is just writing it. It is in neither list
 
-    def where(self, number: int) -> str:
+    def describe_place(self, number: int) -> str:
         return f"{self.path}:{number}"
 
-    def only(self, keep: Callable[[T], bool]) -> "Lines[T]":
+    def filter_lines(self, keep: Callable[[T], bool]) -> "Lines[T]":
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
@@ -129,7 +129,7 @@ class LineReader(Generic[T]):
         """Return the objects of new lines; raises ConfigError, which names the line, if one is wrong."""
         found = self.read_lines()
         for number, what in found.wrong:
-            raise ConfigError(f"{found.where(number)}: {what}; repair the line, or restore the file")
+            raise ConfigError(f"{found.describe_place(number)}: {what}; repair the line, or restore the file")
         return [line for _, line in found.lines]
 
     def read_lines(self) -> Lines[T]:

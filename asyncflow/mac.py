@@ -12,10 +12,10 @@ class Mac:
     def __init__(self, secret: bytes, purpose: str) -> None:
         self._key = hmac.digest(secret, purpose.encode(), "sha256")
 
-    def of(self, *fields: bytes) -> bytes:
+    def compute_proof(self, *fields: bytes) -> bytes:
         # Lengths are included, so that bytes cannot move from one field to the next.
         message = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
         return hmac.digest(self._key, message, "sha256")
 
-    def proves(self, proof: bytes, *fields: bytes) -> bool:
-        return hmac.compare_digest(proof, self.of(*fields))
+    def verify_proof(self, proof: bytes, *fields: bytes) -> bool:
+        return hmac.compare_digest(proof, self.compute_proof(*fields))

@@ -154,7 +154,7 @@ class ServiceThreads:
         return self._failure
 
     def start(self, work: Callable[..., None], *arguments: object, name: str) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(name, work, *arguments), name=name, daemon=True)
+        thread = threading.Thread(target=self._run_thread, args=(name, work, *arguments), name=name, daemon=True)
         thread.start()
         return thread
 
@@ -181,7 +181,7 @@ class ServiceThreads:
         """The service closes: errors of its threads no longer count. Idempotent."""
         self._closed = True
 
-    def _run(self, name: str, work: Callable[..., None], *arguments: object) -> None:
+    def _run_thread(self, name: str, work: Callable[..., None], *arguments: object) -> None:
         try:
             work(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread

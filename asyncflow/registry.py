@@ -25,7 +25,7 @@ class Registry:
     built_in: Mapping[str, str]  # name -> `module:Class`, which a worker imports
     form: str = "module:Class"  # how to name one's own, for messages
 
-    def resolve(self, name: str) -> str:
+    def resolve_name(self, name: str) -> str:
         """Return `module:Class` for an entry point, and any other name unchanged. Pydantic calls it.
 
         Raises ValueError, which lists the known names, if there is no such name, or if two packages registered it.
@@ -35,7 +35,7 @@ class Registry:
         entries = importlib.metadata.entry_points(group=self.group)
         found = sorted({entry.value for entry in entries if entry.name == name})
         if not found:
-            raise ValueError(self.refusal(name))
+            raise ValueError(self.explain_unknown(name))
         if len(found) > 1:
             raise ValueError(f"two packages registered it; name one of {' '.join(found)}")
         return found[0]
@@ -48,7 +48,7 @@ class Registry:
             raise ValueError(f"only a class of your own takes options, not {name}; remove them")
         return given
 
-    def refusal(self, name: str) -> str:
+    def explain_unknown(self, name: str) -> str:
         """Say what a name must be, and which one was probably meant."""
         known = [*self.built_in, *sorted(importlib.metadata.entry_points(group=self.group).names)]
         near = get_close_matches(name, known, n=1)
@@ -56,7 +56,7 @@ class Registry:
         names = f"one of {' '.join(known)} or " if known else ""
         return f"it must be {names}{self.form}{hint}"
 
-    def locate(self, name: str) -> str:
-        """Return `module:Class` of any name; raises ValueError like `resolve`."""
-        name = self.resolve(name)
+    def locate_class(self, name: str) -> str:
+        """Return `module:Class` of any name; raises ValueError like `resolve_name`."""
+        name = self.resolve_name(name)
         return self.built_in.get(name, name)

@@ -24,7 +24,7 @@ class RepeatedWarnings:
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def warn(self, text: str, more: str = "") -> None:
+    def log_warning(self, text: str, more: str = "") -> None:
         """Log `text` and `more`, which is not part of the reason, if it is this reason's turn."""
         reason = _VARYING.sub("", text)
         with self._counting:

@@ -43,7 +43,7 @@ class SealedStore:
         self._prefix = prefix
         self._told: set[str] = set()
 
-    def under(self, prefix: str) -> "SealedStore":
+    def with_prefix(self, prefix: str) -> "SealedStore":
         return SealedStore(self._store, self._secret, prefix=f"{self._prefix}{prefix}/")
 
     @property
@@ -55,7 +55,7 @@ class SealedStore:
         self._store.set_timeout(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._store.set(self._prefix + key, self._seal_value(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
     def put(self, key: str, value: bytes | str) -> None:
         """Write, and return once the server has the value, so that a reader who is told of the key finds it."""
@@ -68,14 +68,14 @@ class SealedStore:
 
         Raises SealBroken if the job did not write it, DistError if none came in time or the store is gone.
         """
-        return self._open(_VALUE, key, self._store.get(self._prefix + key))
+        return self._unseal_value(_VALUE, key, self._store.get(self._prefix + key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Like `get`, in one round trip."""
         values = self._store.multi_get([self._prefix + key for key in keys])
-        return [self._open(_VALUE, key, value) for key, value in zip(keys, values, strict=True)]
+        return [self._unseal_value(_VALUE, key, value) for key, value in zip(keys, values, strict=True)]
 
-    def look(self, keys: Sequence[str]) -> dict[str, bytes]:
+    def get_existing(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the values that exist and were written by the job; others are logged once per key.
 
         For values that are only displayed, or that are sent repeatedly.
@@ -85,7 +85,7 @@ class SealedStore:
         found = {}
         for key, value in zip(there, values, strict=True):
             try:
-                found[key] = self._open(_VALUE, key, value)
+                found[key] = self._unseal_value(_VALUE, key, value)
             except SealBroken as error:
                 if key not in self._told:
                     logger.error("%s; it is ignored", error)
@@ -94,18 +94,18 @@ class SealedStore:
 
     def set_first(self, key: str, value: bytes | str) -> bytes:
         """Write, unless there is a value already; returns the current value."""
-        sealed = self._seal(_VALUE, key, _bytes(value))
-        return self._open(_VALUE, key, self._swap(key, b"", sealed))
+        sealed = self._seal_value(_VALUE, key, _bytes(value))
+        return self._unseal_value(_VALUE, key, self._compare_and_set(key, b"", sealed))
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter, which starts at 0; returns the sum."""
         # The store cannot add to a sealed number, so the slower of two clients tries again.
         while True:
             old = self._store.get(self._prefix + key) if self.check([key]) else b""
-            sum_ = number + (int(self._open(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
+            sum_ = number + (int(self._unseal_value(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
             # The nonce tells our sum from an equal sum of another process.
-            new = self._seal(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
-            if self._swap(key, old, new) == new:
+            new = self._seal_value(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
+            if self._compare_and_set(key, old, new) == new:
                 return sum_
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -133,7 +133,7 @@ class SealedStore:
         return {key.removeprefix(prefix): value for key, value in zip(keys, values, strict=True)}
 
     def queue_push(self, key: str, item: bytes) -> None:
-        self._store.queue_push(self._prefix + key, self._seal(_ITEM, key, item))
+        self._store.queue_push(self._prefix + key, self._seal_value(_ITEM, key, item))
 
     def queue_pop(self, key: str) -> bytes:
         """Take from a queue, once it has an item.
@@ -141,18 +141,18 @@ class SealedStore:
         Raises SealBroken if the job did not write the item, which is removed; DistError if nothing came in time or the
         store is gone.
         """
-        return self._open(_ITEM, key, self._store.queue_pop(self._prefix + key))
+        return self._unseal_value(_ITEM, key, self._store.queue_pop(self._prefix + key))
 
-    def _swap(self, key: str, old: bytes, new: bytes) -> bytes:
+    def _compare_and_set(self, key: str, old: bytes, new: bytes) -> bytes:
         found: bytes = self._store.compare_set(self._prefix + key, old, new)  # type: ignore[arg-type]  # the stub lacks bytes
         return found
 
-    def _seal(self, kind: bytes, key: str, body: bytes) -> bytes:
-        return self._mac.of(kind, (self._prefix + key).encode(), body) + body
+    def _seal_value(self, kind: bytes, key: str, body: bytes) -> bytes:
+        return self._mac.compute_proof(kind, (self._prefix + key).encode(), body) + body
 
-    def _open(self, kind: bytes, key: str, sealed: bytes) -> bytes:
+    def _unseal_value(self, kind: bytes, key: str, sealed: bytes) -> bytes:
         key, body = self._prefix + key, sealed[MAC_BYTES:]
-        if not self._mac.proves(sealed[:MAC_BYTES], kind, key.encode(), body):
+        if not self._mac.verify_proof(sealed[:MAC_BYTES], kind, key.encode(), body):
             raise SealBroken(
                 f"job store: the value of {key!r} was not written by this job; somebody else writes to the store, so "
                 f"let only the job's processes reach its port"

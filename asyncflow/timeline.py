@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Spans(Protocol):
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]: ...
 
-    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None: ...
+    def record_span(self, name: str, seconds: float, **attributes: int | float | str) -> None: ...
 
 
 class NoTimeline:
@@ -42,7 +42,7 @@ class NoTimeline:
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+    def record_span(self, name: str, seconds: float, **attributes: int | float | str) -> None:
         """Do nothing."""
 
 
@@ -72,29 +72,29 @@ class Timeline:
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
         return _OpenSpan(self, name, attributes)
 
-    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+    def record_span(self, name: str, seconds: float, **attributes: int | float | str) -> None:
         """Record a span that ends now, for work that is not a `with` block."""
-        self._end(name, self._clock.now() - seconds, attributes)
+        self._end_span(name, self._clock.now() - seconds, attributes)
 
     def flush(self) -> None:
         with self._lock:
-            self._write()
+            self._write_lines()
 
     def close(self) -> None:
         """Write the number of spans, flush and close; idempotent."""
         with self._lock:
             told = {"process": self._process, "cpu_s": round(time.process_time(), 3), "spans": self._num_spans}
             self._lines.append(msgspec.json.encode(told))
-            self._write()
+            self._write_lines()
             self._file.close()
 
-    def _begin(self, name: str) -> float:
+    def _begin_span(self, name: str) -> float:
         start = self._clock.now()
         if name.startswith("wait "):
             self._waiting_since = start
         return start
 
-    def _end(self, name: str, start: float, attributes: dict[str, int | float | str]) -> None:
+    def _end_span(self, name: str, start: float, attributes: dict[str, int | float | str]) -> None:
         end = self._clock.now()
         line = msgspec.json.encode({"name": name, "start": start, "end": end, **attributes})
         with self._lock:
@@ -104,9 +104,9 @@ class Timeline:
             self._num_spans += 1
             self._lines.append(line)
             if len(self._lines) >= _FLUSH_EVERY:
-                self._write()
+                self._write_lines()
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         """Write what is buffered; a full disk costs the spans, not the run."""
         lines, self._lines = self._lines, []
         if not lines or self._file.closed:
@@ -129,17 +129,17 @@ class _OpenSpan:
         self._timeline, self._name, self._attributes = timeline, name, attributes
 
     def __enter__(self) -> None:
-        self._start = self._timeline._begin(self._name)
+        self._start = self._timeline._begin_span(self._name)
 
     def __exit__(self, *_: object) -> None:
-        self._timeline._end(self._name, self._start, self._attributes)
+        self._timeline._end_span(self._name, self._start, self._attributes)
 
 
 def measure_span_cost() -> float:
     """Return the CPU time (s) of recording one span here, writing included: the median of some batches."""
     costs = []
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory:
-        timeline = Timeline(Path(directory) / "spans.jsonl", HostClock.measure())
+        timeline = Timeline(Path(directory) / "spans.jsonl", HostClock.from_wall_clock())
         for _ in range(_BATCHES):
             began = time.thread_time()
             for step in range(_BATCH):

@@ -60,7 +60,7 @@ def direct_us(num_calls: int) -> float:
 
 def child_us(pool: CallPool, num_calls: int) -> float:
     """Time one call after the other."""
-    return _us(num_calls, lambda: [pool.call(*TEXTS, on="it") for _ in range(num_calls)])
+    return _us(num_calls, lambda: [pool.call_and_wait(*TEXTS, on="it") for _ in range(num_calls)])
 
 
 def async_us(pool: CallPool, num_calls: int) -> float:
@@ -82,7 +82,7 @@ def start_ms() -> float:
     """Time a pool's first answer."""
     began = time.perf_counter()
     pool = open_pool("score")
-    pool.call(*TEXTS, on="it")
+    pool.call_and_wait(*TEXTS, on="it")
     taken = time.perf_counter() - began
     pool.close()
     return 1e3 * taken

@@ -58,7 +58,7 @@ def ship_functions(functions: Mapping[str, Callable[..., Any]]) -> tuple[str, di
     """
     module = _Module()
     names = {argument: f"{MODULE}:{module.add_callable(argument, given)}" for argument, given in functions.items()}
-    return module.source(), names
+    return module.render_source(), names
 
 
 def write_rows(rows: Any, file: Path) -> None:
@@ -125,7 +125,7 @@ class _Module:
         self._definitions: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
 
-    def source(self) -> str:
+    def render_source(self) -> str:
         lines = [f'"""Made by asyncflow.Trainer from what it was given: see {__name__}."""', ""]
         lines += ["from __future__ import annotations", ""] * self._future
         if self._paths:
@@ -141,10 +141,10 @@ class _Module:
         if not name.isidentifier() or not (inspect.isfunction(given) or inspect.isclass(given)):
             what = "a lambda" if name == "<lambda>" else f"a {type(given).__name__}"
             raise ConfigError(f"{argument}: {what} has no source of its own; give a function defined with `def`")
-        self._add(name, given, (argument, name))
+        self._add_object(name, given, (argument, name))
         return name
 
-    def _add(self, name: str, value: Any, path: tuple[str, ...]) -> None:
+    def _add_object(self, name: str, value: Any, path: tuple[str, ...]) -> None:
         """Bind `name` to `value`; `path` tells errors through which functions `value` was reached."""
         if name in self._objects:
             if self._objects[name] is not value:
@@ -156,7 +156,7 @@ class _Module:
         if imported is not None:
             self._imports[imported] = None
         elif inspect.isfunction(value) or inspect.isclass(value):
-            self._define(name, value, path)
+            self._add_definition(name, value, path)
         else:
             self._definitions[name] = f"{name} = {_expression(value, path)}\n"
             if isinstance(value, re.Pattern | logging.Logger | PurePath):
@@ -197,7 +197,7 @@ class _Module:
             self._paths[str(root)] = None
         return True
 
-    def _define(self, name: str, value: Any, path: tuple[str, ...]) -> None:
+    def _add_definition(self, name: str, value: Any, path: tuple[str, ...]) -> None:
         node, text = _definition(value, path)
         if node.name != name:
             raise ConfigError(f"{_shown(path)}: {name!r} is another name of {node.name!r}; use that one")
@@ -211,7 +211,7 @@ class _Module:
             if each in _OF_EVERY_MODULE:
                 continue
             if each in known:
-                self._add(each, known[each], (*path, each))
+                self._add_object(each, known[each], (*path, each))
                 if isinstance(known[each], ModuleType):
                     self._submodules |= dict.fromkeys(_submodules_used(node, each, known[each]))
             elif each in used_at_once and not hasattr(builtins, each):

@@ -135,13 +135,13 @@ class Trainer:
         Raises:
             ConfigError: a setting cannot be used.
         """
-        return self._load(self._settings(self._kept or self._inputs))
+        return self._load_config(self._make_overrides(self._kept or self._inputs))
 
-    def _load(self, overrides: Sequence[str]) -> RunConfig:
+    def _load_config(self, overrides: Sequence[str]) -> RunConfig:
         source = find_recipe(self._source)
         return load_config(source, overrides=overrides, roles=self._roles, steps=self._steps, called=self._called)
 
-    def _settings(self, inputs: Path) -> tuple[str, ...]:
+    def _make_overrides(self, inputs: Path) -> tuple[str, ...]:
         """Return `--set` options; `inputs` is the directory that holds what the caller gave as objects."""
         if not self._given:
             return self._overrides
@@ -151,13 +151,13 @@ class Trainer:
         settings = (*self._overrides, *(f"{key}={_as_yaml(value, key)}" for key, value in given.items()))
         if (inputs / f"{MODULE}.py").is_file():
             # The generated module goes before the user's own code directory.
-            places = os.pathsep.join([str(inputs), self._load(settings).code_directory or "."])
+            places = os.pathsep.join([str(inputs), self._load_config(settings).code_directory or "."])
             settings = (*settings, f"code_directory={_as_yaml(places, 'code_directory')}")
         return settings
 
     def _keep_inputs(self, *, resume: bool) -> Path:
         """Copy what was given as objects into the run's directory, where a resumed run finds it; return where."""
-        run_dir = self._resumed()
+        run_dir = self._require_run_dir()
         if not self._given:
             return self._inputs
         if not resume:
@@ -187,13 +187,13 @@ class Trainer:
         accepted = Request(
             config=self._source,
             roles=self._roles,
-            overrides=self._settings(self._inputs),
+            overrides=self._make_overrides(self._inputs),
             run_dir=str(self.run_dir) if self._names_run_dir and not resume else None,
-            resume=str(self._resumed()) if resume else None,
+            resume=str(self._require_run_dir()) if resume else None,
             steps=self._steps,
             place=find_place(None, None, None, os.environ),
             called=self._called,
-        ).accept()
+        ).accept_run()
         accepted.check_here()
         return accepted
 
@@ -216,7 +216,7 @@ class Trainer:
         if self._launcher is not None and not self._launcher.ended.done():
             raise ConfigError("fit: a run of this trainer is in progress; stop() it, or wait() for its end")
         if resume:
-            where = ("--resume", str(self._resumed()))
+            where = ("--resume", str(self._require_run_dir()))
         else:
             _ = self.config  # raises here, so that errors name the settings as the caller gave them
             if self.run_dir is None or not self._names_run_dir:
@@ -226,7 +226,7 @@ class Trainer:
         steps = () if self._steps is None else ("--steps", str(self._steps))
         self._kept = self._keep_inputs(resume=resume)
         self.__dict__.pop("config", None)  # from now on it is the run's, with the kept inputs
-        settings = self._settings(self._kept)
+        settings = self._make_overrides(self._kept)
         options = [*where, *roles, *steps, *(word for each in settings for word in ("--set", each))]
         self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show, self)
         self._launcher.begin()
@@ -249,10 +249,10 @@ class Trainer:
         if code in (DONE, RESUMABLE) or launcher.stopped:
             return self.results
         # The launcher refused before it wrote anything: do not leave the inputs that were copied for it.
-        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():
-            shutil.rmtree(self._resumed() / INPUTS, ignore_errors=True)
+        if code == USAGE and self._given and not (self._require_run_dir() / CONFIG_FILE).exists():
+            shutil.rmtree(self._require_run_dir() / INPUTS, ignore_errors=True)
             with suppress(OSError):
-                self._resumed().rmdir()
+                self._require_run_dir().rmdir()
         error = ConfigError if code == USAGE else RoleFailed
         raise error(line.removeprefix("Error: ") or f"the launcher ended with code {code} and said nothing")
 
@@ -268,7 +268,7 @@ class Trainer:
         Raises:
             ConfigError: this trainer has had no run.
         """
-        return Results(self._resumed())
+        return Results(self._require_run_dir())
 
     def init_engines(self, kind: "type[LocalEngines] | None" = None) -> "LocalEngines":
         """Return engines and a queue in this process, for a training loop of your own; a context manager.
@@ -289,7 +289,7 @@ class Trainer:
         found = find_devices(self.config.launcher.device).kind
         return (kind or LocalEngines)(self.config, open_device(found if found == "cpu" else f"{found}:0"))
 
-    def _resumed(self) -> Path:
+    def _require_run_dir(self) -> Path:
         if self.run_dir is None:
             raise ConfigError("resume: this trainer has had no run yet; name one, Trainer(config, run_dir=...)")
         return self.run_dir
@@ -372,14 +372,14 @@ class _Launcher:
     def begin(self) -> None:
         """Start the child; raises OSError if the system cannot create a process."""
         # For the kernel, the parent is this thread: the child's parent-death signal comes when it ends.
-        threading.Thread(target=self._own, name="launcher", daemon=True).start()
+        threading.Thread(target=self._run_child, name="launcher", daemon=True).start()
         self._begun.result()
 
     def signal(self, number: signal.Signals) -> None:
         self._stopping = True
         self._begun.result().send_signal(number)
 
-    def _own(self) -> None:
+    def _run_child(self) -> None:
         last = held = ""
         try:
             process = subprocess.Popen(

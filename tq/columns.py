@@ -240,15 +240,15 @@ class Column:
 
     def texts(self) -> list[str]:
         """Return one string per row; only for text columns."""
-        return self._decoded(ColumnKind.TEXT, lambda row: str(row, "utf-8"))
+        return self._decode_rows(ColumnKind.TEXT, lambda row: str(row, "utf-8"))
 
     def bytes_rows(self) -> list[bytes]:
         """Return the bytes of each row; only for columns of bytes, strings or JSON values."""
-        return self._decoded(self.kind, bytes)
+        return self._decode_rows(self.kind, bytes)
 
     def objects(self) -> list[Any]:
         """Return one JSON value per row; only for columns of JSON values."""
-        return self._decoded(ColumnKind.JSON, msgspec.json.decode)
+        return self._decode_rows(ColumnKind.JSON, msgspec.json.decode)
 
     def extremes(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest value of each row, [N] each; 0 for an empty row."""
@@ -276,7 +276,7 @@ class Column:
     def _type(self) -> str:
         return f"{self.kind} {self.values.dtype} of rank {self.rank}"
 
-    def _decoded(self, kind: ColumnKind, decode: Callable[[memoryview], _Row]) -> list[_Row]:
+    def _decode_rows(self, kind: ColumnKind, decode: Callable[[memoryview], _Row]) -> list[_Row]:
         assert self.kind is kind and kind is not ColumnKind.TENSOR, f"rows are {self.kind}, not {kind}"
         data = memoryview(as_array(self.values).tobytes())
         bounds = offsets_of(self.lengths.numpy()).tolist()

@@ -26,7 +26,7 @@ BACKENDS = Registry(
 class BackendConfig(Settings):
     """Where storage units keep values."""
 
-    kind: Annotated[str, AfterValidator(BACKENDS.resolve)] = "memory"
+    kind: Annotated[str, AfterValidator(BACKENDS.resolve_name)] = "memory"
     """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store. Or your own class,
     `module:Class` (docs/transferqueue.md)."""
     address: str = ""
@@ -50,7 +50,7 @@ class BackendConfig(Settings):
     """`mooncake`: staging memory of each storage unit; bounds the largest part of a block."""
 
     @model_validator(mode="after")
-    def _check(self) -> "BackendConfig":
+    def _check_backend(self) -> "BackendConfig":
         if self.kind in ("redis", "mooncake") and not self.address:
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
         if self.kind == "redis" and not _is_redis_url(self.address):

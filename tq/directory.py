@@ -80,7 +80,7 @@ class TaskOutputs:
         self._credentials = credentials
         self._noted: set[tuple[str, str]] = set()
 
-    def note(self, task: str, columns: Iterable[str]) -> None:
+    def note_outputs(self, task: str, columns: Iterable[str]) -> None:
         """Note that a task writes these columns; returns once the store has them. Free from the second time on."""
         for column in columns:
             if (task, column) not in self._noted:
@@ -125,7 +125,7 @@ class QueueAddress:
     config: QueueConfig
     tasks: tuple[TaskConfig, ...]
 
-    def credentials(self) -> Credentials:
+    def connect_store(self) -> Credentials:
         """Connect to the store; raises TransportError when it does not answer."""
         timeout_s = self.config.request_timeout_s
         try:
@@ -134,7 +134,7 @@ class QueueAddress:
             raise TransportError(f"no queue answers at {self.host}:{self.port}; has it been closed?") from error
         return Credentials(store, self.secret, timeout_s)
 
-    def specs(self) -> list[TaskSpec]:
+    def list_specs(self) -> list[TaskSpec]:
         return [task.spec(self.config) for task in self.tasks]
 
     def save(self, path: Path) -> None:

@@ -106,9 +106,9 @@ class LocalQueue:
         self._clients: list[QueueClient] = []
         try:
             for name in config.controllers:
-                self._serve(name)
+                self._start_service(name)
             for _ in range(config.num_storage_units):
-                self._serve(self._next_unit())
+                self._start_service(self._next_unit())
             self.wait_until_up(_START_TIMEOUT_S)
         except BaseException:
             self.close()
@@ -124,7 +124,7 @@ class LocalQueue:
     def add_unit(self) -> str:
         """Start one more storage unit; returns its name. Clients find it with their next heartbeat."""
         name = self._next_unit()
-        self._serve(name)
+        self._start_service(name)
         return name
 
     def pids(self) -> dict[str, int]:
@@ -133,7 +133,7 @@ class LocalQueue:
     def wait_until_up(self, timeout_s: float) -> None:
         """Wait until every controller knows every unit; raises TransportError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        self._wait(lambda: Directory.is_published(self._store), deadline)
+        self._wait_until(lambda: Directory.is_published(self._store), deadline)
         client = connect(self.address, "starter", stop=self._keepers.failed)
         units = {name for name in self._services if name.startswith("storage-")}
 
@@ -143,7 +143,7 @@ class LocalQueue:
             return False
 
         try:
-            self._wait(known, deadline)
+            self._wait_until(known, deadline)
         finally:
             client.close()
 
@@ -161,12 +161,12 @@ class LocalQueue:
         for service in self._services.values():
             service.end()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
-        late = [service for service in self._services.values() if not service.left(deadline)]
+        late = [service for service in self._services.values() if not service.wait_for_exit(deadline)]
         for service in late:
             service.kill()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for service in late:
-            service.left(deadline)
+            service.wait_for_exit(deadline)
         self.address.unlink(missing_ok=True)
         self._own.close()
 
@@ -178,7 +178,7 @@ class LocalQueue:
     ) -> None:
         self.close()
 
-    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+    def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition():
             self._refuse_failed()
             if time.monotonic() > deadline:
@@ -192,7 +192,7 @@ class LocalQueue:
     def _next_unit(self) -> str:
         return f"storage-{sum(name.startswith('storage-') for name in self._services)}"
 
-    def _serve(self, name: str) -> None:
+    def _start_service(self, name: str) -> None:
         if name not in self._config.controllers:
             self._own.enter_context(JournalMemory(self._store, name))
         log = None if self._log_dir is None else self._log_dir / f"{name}.log"
@@ -274,7 +274,7 @@ def connect(address: Path | str, name: str, *, stop: threading.Event | None = No
     """
     queue = QueueAddress.load(Path(address))
     choose_interface(queue.host)
-    return QueueClient(queue.credentials(), name, config=queue.config, stop=stop)
+    return QueueClient(queue.connect_store(), name, config=queue.config, stop=stop)
 
 
 class _Service:
@@ -288,7 +288,7 @@ class _Service:
         self._ending = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         # The thread that starts the process must live as long as the process: see `die_with_parent`.
-        self._thread = keepers.start(self._run, name=f"keep-{name}")
+        self._thread = keepers.start(self._keep_running, name=f"keep-{name}")
 
     @property
     def pid(self) -> int:
@@ -301,7 +301,7 @@ class _Service:
         if process is not None:
             process.terminate()
 
-    def left(self, deadline: float) -> bool:
+    def wait_for_exit(self, deadline: float) -> bool:
         """Wait until the process has left or `deadline` (`time.monotonic`) passes; returns whether it has left."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
@@ -312,11 +312,11 @@ class _Service:
         if process is not None:
             process.kill()
 
-    def _run(self) -> None:
+    def _keep_running(self) -> None:
         early = 0
         while not self._ending.is_set():
             began = time.monotonic()
-            why, failed = self._live()
+            why, failed = self._run_process()
             if not self._ending.is_set():
                 early = early + 1 if failed and time.monotonic() - began < _EARLY_S else 0
                 if early == _MAX_EARLY_ENDS:
@@ -324,7 +324,7 @@ class _Service:
                 logger.warning("%s %s; starting it again", self._name, why)
                 self._ending.wait(_RESTART_DELAY_S)
 
-    def _live(self) -> tuple[str, bool]:
+    def _run_process(self) -> tuple[str, bool]:
         """Run the process once; returns how it ended, and whether it failed (being killed is no failure)."""
         try:
             with self._log.open("ab") if self._log else nullcontext() as log:

@@ -625,7 +625,7 @@ class RowInfo(msgspec.Struct, frozen=True):
     num_bytes: int
 
     @staticmethod
-    def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
+    def from_record(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
         """Yield one for each row of a record."""
         shared = record.partition, unit, tuple(record.columns), tuple(record.done)
         for row, group, tokens, num_bytes in zip(

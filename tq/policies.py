@@ -267,7 +267,7 @@ POLICIES = Registry(
 def resolve_policy(text: str) -> str:
     """Return a configuration's policy as `module:Class`, with its settings; raises ValueError, for Pydantic."""
     name, settings = _parts(text)
-    return POLICIES.resolve(name) + settings
+    return POLICIES.resolve_name(name) + settings
 
 
 def policy_name(text: str) -> str:
@@ -286,7 +286,7 @@ def load_policy(text: str) -> Policy:
     """
     try:
         name, settings = _parts(text)
-        module, _, attribute = POLICIES.locate(name).partition(":")
+        module, _, attribute = POLICIES.locate_class(name).partition(":")
     except ValueError as error:
         raise ConfigError(f"policy {text!r}: {error}") from error
     try:

@@ -75,7 +75,7 @@ class ServiceChannels:
                 raise
         return connection
 
-    def opened(self, service: str) -> Connection | None:
+    def find_open(self, service: str) -> Connection | None:
         """Return the connection to `service` if there is one that works."""
         with self._lock:
             connection = self._links.get(service)
@@ -147,11 +147,11 @@ class Heartbeats:
             if controller in self._threads or self._closed.is_set():
                 return
             name = f"heartbeat-{controller}"
-            thread = threading.Thread(target=self._run, args=(controller,), name=name, daemon=True)
+            thread = threading.Thread(target=self._beat_repeatedly, args=(controller,), name=name, daemon=True)
             self._threads[controller] = thread
         thread.start()
 
-    def writes(self, columns: Iterable[str]) -> None:
+    def note_columns(self, columns: Iterable[str]) -> None:
         """This client puts such columns; the next heartbeat says so."""
         # The set is replaced, never changed, so that reading it needs no lock: this runs for every put.
         new = set(columns) - self._writes
@@ -165,13 +165,13 @@ class Heartbeats:
             heard = self._heard.get(controller)
             return dict(heard.units) if heard is not None else {}
 
-    def away(self, controller: str) -> list[str]:
+    def list_away_units(self, controller: str) -> list[str]:
         """Return the units that, by this controller's last answer, are down but may come back with their rows."""
         with self._lock:
             heard = self._heard.get(controller)
             return list(heard.away) if heard is not None else []
 
-    def beat(self, controller: str, *, timeout_s: float | None = None) -> None:
+    def send_beat(self, controller: str, *, timeout_s: float | None = None) -> None:
         """Send one heartbeat now; `timeout_s` None: four intervals. Raises TransportError without an answer."""
         with self._lock:
             message = Heartbeat(self._owner, sorted(self._writes))
@@ -190,10 +190,10 @@ class Heartbeats:
         for thread in threads:
             thread.join(timeout=1)  # a thread that waits for a controller's return ends with its channels
 
-    def _run(self, controller: str) -> None:
+    def _beat_repeatedly(self, controller: str) -> None:
         while not self._closed.wait(self._interval_s):
             try:
-                self.beat(controller)
+                self.send_beat(controller)
             except PeerRefused as error:
                 logger.warning("%s: %s", self._owner, error)
             except TransportError as error:

@@ -33,13 +33,13 @@ def serve(address_file: Path, service: str, stop: threading.Event) -> None:
     """
     address = QueueAddress.load(address_file)
     controllers = address.config.controllers
-    credentials = address.credentials()
+    credentials = address.connect_store()
     if service not in controllers:
         unit = StorageUnit(credentials, service, address.config, controllers=controllers)
         unit.threads.wait(stop)
         unit.close()
         return
-    controller = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
+    controller = ControllerService(credentials, service, tasks=address.list_specs(), config=address.config)
     controller.threads.wait(stop)
     controller.close()
 

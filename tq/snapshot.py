@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncflow.decoding import json_decoder
 from asyncflow.errors import CheckpointError, TransportError
 from asyncflow.json_lines import sync
-from asyncflow.transport.frame import Payload, Piece
+from asyncflow.transport.frame import Payload, PayloadPiece
 from tq.columns import Column
 from tq.wire import ColumnHeader, unpack
 
@@ -35,7 +35,7 @@ _READ_BYTES = 2**24
 _DAMAGED = (OSError, KeyError, SafetensorError, msgspec.DecodeError, TransportError)
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+class SnapshotFile(msgspec.Struct, frozen=True):
     name: str
     num_bytes: int
     xxh3: str
@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     format: int
     num_rows: int
-    files: list[FileEntry]
+    files: list[SnapshotFile]
     outputs: dict[str, list[str]] = {}
 
 
@@ -106,7 +106,7 @@ def write_manifest(
         CheckpointError: a file is missing, or the manifest cannot be written.
     """
     try:
-        entries = [FileEntry(name, (directory / name).stat().st_size, _checksum_in(name)) for name in sorted(files)]
+        entries = [SnapshotFile(name, (directory / name).stat().st_size, _checksum_in(name)) for name in sorted(files)]
         data = msgspec.json.encode(Manifest(_FORMAT, num_rows, entries, dict(outputs or {})))
         part = directory / f"{MANIFEST}.part"
         with part.open("wb") as file:
@@ -188,17 +188,17 @@ def _chunk_payload(headers: Sequence[ColumnHeader], tensors: dict[str, Tensor], 
     pieces = []
     for header in headers:
         values = tensors[f"{number}/values/{header.name}"]
-        pieces.append(Piece((values,), values.dtype))
+        pieces.append(PayloadPiece((values,), values.dtype))
         shapes = tensors.get(f"{number}/shapes/{header.name}")
         if shapes is not None:
-            pieces.append(Piece((shapes,), torch.int32))
+            pieces.append(PayloadPiece((shapes,), torch.int32))
     payload = Payload(pieces)
     out = torch.empty(payload.num_bytes, dtype=torch.uint8)
     payload.write(out)
     return out
 
 
-def _verify(path: Path, entry: FileEntry) -> None:
+def _verify(path: Path, entry: SnapshotFile) -> None:
     try:
         num_bytes = path.stat().st_size
         found = checksum(path) if num_bytes == entry.num_bytes else ""

@@ -45,7 +45,7 @@ class StoredColumn:
         """Whether the rows' lengths may be numbers of tokens."""
         return self.kind is ColumnKind.TENSOR and self.rank == 1
 
-    def equals(self, positions: Sequence[int], other: "StoredColumn", other_positions: Sequence[int]) -> bool:
+    def equals_rows(self, positions: Sequence[int], other: "StoredColumn", other_positions: Sequence[int]) -> bool:
         """Whether a reader sees the same rows here and there, however they were narrowed."""
         if (self.kind, self.dtype, self.rank) != (other.kind, other.dtype, other.rank):
             return False
@@ -60,8 +60,8 @@ class StoredColumn:
     def read(self, positions: Sequence[int]) -> list[Tensor]:
         """Return the rows' values in order, in few tensors: views of neighbours and long rows, copies of short ones."""
         if isinstance(positions, range) and positions.step == 1:
-            return [self.values[self._bound(positions.start) : self._bound(positions.stop)]]
-        starts, stops = merge_neighbours(*self._spans(positions))
+            return [self.values[self._row_start(positions.start) : self._row_start(positions.stop)]]
+        starts, stops = merge_neighbours(*self._row_spans(positions))
         if int((stops - starts).sum()) * self.values.itemsize < SMALL_BYTES * len(starts):
             return [take(self.values, starts, stops)]
         return [self.values[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
@@ -74,7 +74,7 @@ class StoredColumn:
             return self.shapes[positions.start : positions.stop]
         return self.shapes.take(positions_array(positions), axis=0)
 
-    def _spans(self, positions: Sequence[int]) -> tuple[Int64s, Int64s]:
+    def _row_spans(self, positions: Sequence[int]) -> tuple[Int64s, Int64s]:
         index = positions_array(positions)
         if self.offsets is not None:
             return self.offsets[index], self.offsets[index + 1]
@@ -82,7 +82,7 @@ class StoredColumn:
         length = math.prod(self.shape)
         return index * length, (index + 1) * length
 
-    def _bound(self, position: int) -> int:
+    def _row_start(self, position: int) -> int:
         if self.offsets is not None:
             return int(self.offsets[position])
         assert self.shape is not None

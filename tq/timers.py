@@ -39,10 +39,10 @@ class Timers:
         self._numbers = itertools.count()
         self._tidy_at = _TIDY_ABOVE
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"timers-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_callbacks, name=f"timers-{name}", daemon=True)
         self._thread.start()
 
-    def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Run `callback` in `delay_s` seconds; never, if these timers are closed."""
         timer = Timer(callback)
         at = time.monotonic() + delay_s
@@ -50,7 +50,7 @@ class Timers:
             if self._closed:
                 return timer
             if len(self._heap) >= self._tidy_at:
-                self._tidy()
+                self._drop_cancelled()
             heapq.heappush(self._heap, (at, next(self._numbers), timer))
             if self._heap[0][2] is timer:  # otherwise the thread wakes in time anyway
                 self._changed.notify()
@@ -65,14 +65,14 @@ class Timers:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
-    def _tidy(self) -> None:
+    def _drop_cancelled(self) -> None:
         """Drop cancelled timers."""
         self._heap = [one for one in self._heap if one[2].callback is not None]
         heapq.heapify(self._heap)
         # The next sweep waits until the heap has doubled, so that the cost per timer is constant.
         self._tidy_at = max(_TIDY_ABOVE, 2 * len(self._heap))
 
-    def _run(self) -> None:
+    def _run_callbacks(self) -> None:
         while (callback := self._next_due()) is not None:
             try:
                 callback()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.frame import ALIGN, Payload, Piece, aligned
+from asyncflow.transport.frame import ALIGN, Payload, PayloadPiece, aligned
 from tq.columns import SMALL_BYTES, Column, ColumnKind, Int64s, offsets_of
 from tq.stored_column import StoredColumn
 
@@ -95,13 +95,13 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
         shapes = lengths[:, None] if column.shapes is None else column.shapes.numpy()
         header, shape_pieces = _header(name, values.dtype, wire_dtype, column.kind, values.numel(), shapes)
         headers.append(header)
-        pieces += [Piece((values,), wire_dtype), *shape_pieces]
+        pieces += [PayloadPiece((values,), wire_dtype), *shape_pieces]
     return headers, Payload(pieces)
 
 
 def describe_stored(
     name: str, parts: Sequence[tuple[StoredColumn, Sequence[int]]], *, wide: bool
-) -> tuple[ColumnHeader, list[Piece]]:
+) -> tuple[ColumnHeader, list[PayloadPiece]]:
     """Describe rows of a unit: `parts` (at least one) are puts and row positions in them, ranges for neighbours.
 
     `wide` lets the values travel in the readers' dtype (in shared memory that saves their cast); otherwise as held.
@@ -127,11 +127,11 @@ def describe_stored(
         names = _NAMES[first.dtype], _NAMES[wire_dtype]
         num_rows = sum(len(positions) for _, positions in parts)
         header = ColumnHeader(name, *names, first.kind, num_rows, num_values, first.rank, list(shape))
-        return header, [Piece(tensors, wire_dtype)]
+        return header, [PayloadPiece(tensors, wire_dtype)]
     shapes = [stored.shapes_of(positions) for stored, positions in parts]
     all_shapes = shapes[0] if len(shapes) == 1 else np.concatenate(shapes)
     header, shape_pieces = _header(name, first.dtype, wire_dtype, first.kind, num_values, all_shapes)
-    return header, [Piece(tensors, wire_dtype), *shape_pieces]
+    return header, [PayloadPiece(tensors, wire_dtype), *shape_pieces]
 
 
 def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column]:
@@ -244,14 +244,14 @@ def _joined(tensors: list[Tensor]) -> list[Tensor]:
 
 def _header(
     name: str, dtype: torch.dtype, wire_dtype: torch.dtype, kind: ColumnKind, num_values: int, shapes_NR: NDArray[Any]
-) -> tuple[ColumnHeader, list[Piece]]:
+) -> tuple[ColumnHeader, list[PayloadPiece]]:
     num_rows, rank = shapes_NR.shape
     names = _NAMES[dtype], _NAMES[wire_dtype]
     # Rows without values are spelled out, so that what a receiver allocates is bounded by the bytes it was sent.
     if num_values and _all_equal(shapes_NR):
         return ColumnHeader(name, *names, kind, num_rows, num_values, rank, shapes_NR[0].tolist()), []
     flat = torch.from_numpy(np.ascontiguousarray(shapes_NR, dtype=np.int32).reshape(-1))
-    return ColumnHeader(name, *names, kind, num_rows, num_values, rank), [Piece((flat,), torch.int32)]
+    return ColumnHeader(name, *names, kind, num_rows, num_values, rank), [PayloadPiece((flat,), torch.int32)]
 
 
 def _all_equal(shapes_NR: NDArray[Any]) -> bool:

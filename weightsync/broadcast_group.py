@@ -61,7 +61,7 @@ class BucketLayout:
         self._places: list[tuple[Piece, torch.dtype, int, int]] = []  # piece, its dtype, first and last byte
         start = 0
         for piece in bucket.pieces:
-            dtype = layout.spec(piece.tensor).dtype
+            dtype = layout.tensor_spec(piece.tensor).dtype
             num_bytes = piece.box.numel * DTYPE_BYTES[dtype]
             self._places.append((piece, getattr(torch, dtype), start, start + num_bytes))
             start += -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
@@ -69,18 +69,18 @@ class BucketLayout:
         # Length of a buffer that holds the bucket.
         self.num_words = self._content_words + _TRAILER_WORDS
 
-    def pieces(self, words: Tensor) -> list[Tensor]:
+    def view_pieces(self, words: Tensor) -> list[Tensor]:
         """Return the pieces in a buffer, int64 [num_words]: views in the shapes of their boxes."""
         content = words.view(torch.uint8)
         return [content[start:end].view(dtype).view(piece.box.size) for piece, dtype, start, end in self._places]
 
-    def stamp(self, words: Tensor, version: Version) -> None:
+    def stamp_trailer(self, words: Tensor, version: Version) -> None:
         trailer = words[self._content_words :]
         for place, value in enumerate((self.bucket.index, *version)):
             trailer[place].fill_(value)
         trailer[3].copy_(checksum(words[: self._content_words]))
 
-    def summary(self, words: Tensor) -> Tensor:
+    def make_summary(self, words: Tensor) -> Tensor:
         """Return int64 [5] on the buffer's device: the trailer, and the checksum of what arrived."""
         content = words[: self._content_words]
         return torch.cat((words[self._content_words :], checksum(content).view(1)))
@@ -166,7 +166,9 @@ class BroadcastGroup:
         self._buffers: list[Tensor] = []
         self._aborted = threading.Event()
 
-    def connect(self, transfer: Transfer, plan: TransferPlan, *, timeout_s: float, stop: threading.Event) -> None:
+    def connect_members(
+        self, transfer: Transfer, plan: TransferPlan, *, timeout_s: float, stop: threading.Event
+    ) -> None:
         """Make sure that the group of a transfer's epoch exists.
 
         Args:
@@ -179,14 +181,14 @@ class BroadcastGroup:
             WeightSyncError: the group broke earlier, or this member has left.
         """
         if self.epoch != transfer.epoch:
-            self.leave()
+            self.leave_group()
             self.epoch = transfer.epoch
             wait_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
             self._all_say("here", transfer, plan, deadline=time.monotonic() + wait_s, stop=stop)
-            for senders in self._circles(plan):
+            for senders in self._list_circles(plan):
                 everyone = [*map(sender_name, senders), *transfer.members]
                 if self._me in everyone:
-                    group = self._meet(f"{transfer.epoch}/{senders[0]}", everyone, timeout_s, stop)
+                    group = self._meet_members(f"{transfer.epoch}/{senders[0]}", everyone, timeout_s, stop)
                     self._seats |= {sender: _Seat(group, root) for root, sender in enumerate(senders)}
             if self._aborted.is_set():
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
@@ -204,7 +206,7 @@ class BroadcastGroup:
         """Announce that this member takes no part in a transfer, so that the others need not wait in vain."""
         self._store.set(_key(_OFF, transfer), "1")
 
-    def travel(
+    def transfer_buckets(
         self,
         buckets: Sequence[BucketLayout],
         *,
@@ -224,7 +226,7 @@ class BroadcastGroup:
             RuntimeError: a member is gone.
         """
         use_device(self._device)
-        seats = self._seats  # `leave`, in another thread, replaces the dict
+        seats = self._seats  # `leave_group`, in another thread, replaces the dict
         under_way: deque[tuple[Work, BucketLayout, Tensor]] = deque()
 
         def arrive() -> None:
@@ -234,7 +236,7 @@ class BroadcastGroup:
             if take is not None:
                 take(bucket, words)
 
-        with aborting(self.leave, when=self._aborted, deadline=deadline), side_stream(self._device, self._stream):
+        with aborting(self.leave_group, when=self._aborted, deadline=deadline), side_stream(self._device, self._stream):
             mine = [bucket for bucket in buckets if bucket.bucket.sender in seats]
             if not mine:
                 raise RuntimeError("the group was left")
@@ -257,9 +259,9 @@ class BroadcastGroup:
     def abort(self) -> None:
         """Leave for good; waits in the group raise. Any thread; idempotent."""
         self._aborted.set()
-        self.leave()
+        self.leave_group()
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Give the group up; its epoch is over for this member."""
         seats, self._seats = self._seats, {}
         self._buffers = []  # an aborted operation may still write to the old ones
@@ -292,11 +294,13 @@ class BroadcastGroup:
                 raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not {word} in time")
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
-    def _circles(self, plan: TransferPlan) -> list[tuple[int, ...]]:
+    def _list_circles(self, plan: TransferPlan) -> list[tuple[int, ...]]:
         senders = senders_of(plan)
         return [(sender,) for sender in senders] if self._device.type == "cpu" else [senders]
 
-    def _meet(self, name: str, everyone: Sequence[str], timeout_s: float, stop: threading.Event) -> ProcessGroup:
+    def _meet_members(
+        self, name: str, everyone: Sequence[str], timeout_s: float, stop: threading.Event
+    ) -> ProcessGroup:
         prefix, rank = PrefixStore(f"weights/group/{name}", self._store), everyone.index(self._me)
         try:
             return connect_group(prefix, rank, len(everyone), self._device, connect_s=timeout_s, stop=stop)
@@ -403,7 +407,7 @@ class Broadcaster:
         self._broken = ""
         self._number = 0
 
-    def run(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
+    def broadcast_version(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
         """Broadcast a version to all available receivers; collective over the ranks.
 
         A receiver that does not come, or dies, costs its deadline. It is then left out, and the others also take this
@@ -414,65 +418,67 @@ class Broadcaster:
             stop: ends it early; receivers then take the version from their agents.
         """
         stop = stop or threading.Event()
-        with aborting(self._abort, when=stop):
+        with aborting(self._abort_group, when=stop):
             try:
-                transfer = self._share(self._begin(version, stop) if self._rank == 0 else None, stop)
+                transfer = self._share_transfer(self._begin_transfer(version, stop) if self._rank == 0 else None, stop)
                 if transfer.members and self._sends:
-                    self._send(transfer, cast, stop)
+                    self._send_version(transfer, cast, stop)
             except (RuntimeError, TransportError, WeightSyncError) as error:
                 logger.warning("weights of %s: not broadcast to all (%s); %s", version, error, _INSTEAD)
                 self._broken = self._group.epoch
-                self._group.leave()
+                self._group.leave_group()
 
     def close(self) -> None:
-        self._abort()
+        self._abort_group()
 
-    def _abort(self) -> None:
+    def _abort_group(self) -> None:
         """End whatever another thread is waiting for."""
         connection = self._connection
         if connection is not None:
             connection.close()
-        self._group.leave()
+        self._group.leave_group()
 
-    def _begin(self, version: Version, stop: threading.Event) -> Transfer:
+    def _begin_transfer(self, version: Version, stop: threading.Event) -> Transfer:
         """Ask which receivers take part: none if the lead agent is gone."""
         try:
             if self._connection is None or self._connection.closed:
                 self._connection = Connection(
                     self._credentials, self._lead, f"{self._name}-lead", Reply, timeout_s=self._timeout_s, stop=stop
                 )
-                self._connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
+                self._connection.call_service(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
             request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)
-            reply, _ = self._connection.call(request, timeout_s=2 * self._timeout_s)
+            reply, _ = self._connection.call_service(request, timeout_s=2 * self._timeout_s)
         except (RuntimeError, TransportError) as error:  # the other ranks are told that nothing is broadcast
             logger.warning("weights of %s: %s; %s", version, error, _INSTEAD)
             return Transfer("", version, [], "")
         assert isinstance(reply, Transfer)
         return reply
 
-    def _share(self, transfer: Transfer | None, stop: threading.Event) -> Transfer:
+    def _share_transfer(self, transfer: Transfer | None, stop: threading.Event) -> Transfer:
         """Return rank 0's transfer on every rank; raises WeightSyncError if rank 0 is silent or `stop` was set."""
         self._number += 1
-        key = self._key(self._number)
+        key = self._transfer_key(self._number)
         if transfer is None:
             if not key_appears(self._keys, key, 2 * self._timeout_s, stop):
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         self._keys.set(key, msgspec.msgpack.encode(transfer))
-        self._keys.delete_key(self._key(self._number - 2))  # steps are collective, so all ranks have read that one
+        self._keys.delete_key(
+            self._transfer_key(self._number - 2)
+        )  # steps are collective, so all ranks have read that one
         return transfer
 
-    def _key(self, number: int) -> str:
+    def _transfer_key(self, number: int) -> str:
         return f"weights/transfer/{self._epoch}/{number}"
 
-    def _send(self, transfer: Transfer, cast: Cast, stop: threading.Event) -> None:
+    def _send_version(self, transfer: Transfer, cast: Cast, stop: threading.Event) -> None:
         def fill(bucket: BucketLayout, words: Tensor) -> None:
-            cast(bucket.bucket.index, bucket.pieces(words))
-            bucket.stamp(words, transfer.version)
+            cast(bucket.bucket.index, bucket.view_pieces(words))
+            bucket.stamp_trailer(words, transfer.version)
 
-        self._group.connect(transfer, self._plan, timeout_s=self._timeout_s, stop=stop)
+        self._group.connect_members(transfer, self._plan, timeout_s=self._timeout_s, stop=stop)
         self._group.ready(transfer, self._plan, deadline=time.monotonic() + self._timeout_s, stop=stop)
-        self._group.travel(self._buckets, fill=fill, take=None, deadline=time.monotonic() + self._timeout_s)
+        self._group.transfer_buckets(self._buckets, fill=fill, take=None, deadline=time.monotonic() + self._timeout_s)
 
 
 class BroadcastMember:
@@ -489,7 +495,7 @@ class BroadcastMember:
         self._device = device
         self._closing = threading.Event()
 
-    def receive(
+    def receive_version(
         self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
     ) -> None:
         """Take part in a broadcast; afterwards the targets hold the version, with every bucket checked.
@@ -509,28 +515,28 @@ class BroadcastMember:
         summaries: Tensor
 
         def take(bucket: BucketLayout, words: Tensor) -> None:
-            summaries[bucket.bucket.index].copy_(bucket.summary(words))
+            summaries[bucket.bucket.index].copy_(bucket.make_summary(words))
             targets = [target(piece) for piece in bucket.bucket.pieces]
             wanted = [k for k, each in enumerate(targets) if not each.is_meta]
             if wanted:
-                pieces = bucket.pieces(words)
+                pieces = bucket.view_pieces(words)
                 torch._foreach_copy_([targets[k] for k in wanted], [pieces[k] for k in wanted], non_blocking=True)
 
         try:
             summaries = torch.empty((len(buckets), 5), dtype=torch.int64, device=self._device)
-            self._group.connect(transfer, layout.plan, timeout_s=timeout_s, stop=self._closing)
+            self._group.connect_members(transfer, layout.plan, timeout_s=timeout_s, stop=self._closing)
             self._group.ready(transfer, layout.plan, deadline=time.monotonic() + timeout_s, stop=self._closing)
-            self._group.travel(buckets, fill=None, take=take, deadline=time.monotonic() + timeout_s)
+            self._group.transfer_buckets(buckets, fill=None, take=take, deadline=time.monotonic() + timeout_s)
             for bucket, summary in zip(buckets, summaries.tolist(), strict=True):
                 bucket.check(summary, transfer.version)
         except RuntimeError as error:
-            self._group.leave()
+            self._group.leave_group()
             raise WeightSyncError(f"weights of {transfer.version}: broadcast broke ({error})") from error
         except WeightSyncError:
-            self._group.leave()
+            self._group.leave_group()
             raise
 
-    def decline(self, transfer: Transfer) -> None:
+    def decline_transfer(self, transfer: Transfer) -> None:
         """Tell the other members not to wait for this one, which cannot receive (the rest of) a transfer."""
         with suppress(RuntimeError):  # without a store, their deadlines end the wait
             self._group.call_off(transfer)

@@ -88,9 +88,11 @@ class WeightFeed(WeightReceiver):
         Raises WeightSyncError, which says why, if none comes within `timeout_s`.
         """
         what = "weights" if version is None else f"weights newer than {version}"
-        return self._wait(lambda: self._cache.has_newer(version), what, timeout_s=timeout_s, stop=stop)
+        return self._wait_until(lambda: self._cache.has_newer(version), what, timeout_s=timeout_s, stop=stop)
 
-    def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
+    def _wait_until(
+        self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None
+    ) -> bool:
         return self._cache.wait(
             wanted,
             f"{self._name}: {what}",
@@ -185,7 +187,7 @@ class WeightExporter:
         self._seen: Version | None = None
         self._closing = threading.Event()
         self._notifier = Notifier(config.notify)
-        self._thread = threading.Thread(target=self._follow, name="weight-export", daemon=True)
+        self._thread = threading.Thread(target=self._follow_versions, name="weight-export", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -198,7 +200,7 @@ class WeightExporter:
         self._feed.close()
         self._notifier.close(max(0.0, deadline - time.monotonic()))
 
-    def _follow(self) -> None:
+    def _follow_versions(self) -> None:
         while self._has_newer():
             newest = self._feed.newest
             assert newest is not None
@@ -206,7 +208,7 @@ class WeightExporter:
                 self._seen = newest
                 continue
             try:
-                self._export(newest)
+                self._export_version(newest)
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the next version may do better
                 self._seen = max(newest, self._seen or newest)
                 shutil.rmtree(self._beside, ignore_errors=True)
@@ -225,11 +227,11 @@ class WeightExporter:
             except WeightSyncError as error:
                 logger.debug("export: %s", error)
 
-    def _export(self, newest: Version) -> None:
+    def _export_version(self, newest: Version) -> None:
         target = self._root / directory_name(newest)
-        if self._exported(target) == newest:  # by an earlier process of this run
+        if self._exported_version(target) == newest:  # by an earlier process of this run
             self._seen = newest
-            self._publish(target, newest)
+            self._publish_directory(target, newest)
             return
         if target.exists():
             raise FileExistsError(f"{target.name} exists and was not exported by this run")
@@ -239,7 +241,7 @@ class WeightExporter:
             return
         self._seen = version
         if version.step % self._config.every == 0:
-            self._publish(self._complete(version), version)
+            self._publish_directory(self._complete_directory(version), version)
         else:
             shutil.rmtree(self._beside, ignore_errors=True)
 
@@ -249,7 +251,7 @@ class WeightExporter:
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self._write_weights(self._beside, shapes, weights.__getitem__)
 
-    def _complete(self, version: Version) -> Path:
+    def _complete_directory(self, version: Version) -> Path:
         """Give the directory its final name, once all of it is on disk."""
         marker = {"run": self._run, "lineage": version.lineage, "step": version.step}
         (self._beside / MARKER).write_text(json.dumps(marker))
@@ -260,7 +262,7 @@ class WeightExporter:
         sync(self._root)
         return target
 
-    def _publish(self, directory: Path, version: Version) -> None:
+    def _publish_directory(self, directory: Path, version: Version) -> None:
         # A symlink cannot be changed in place: rename another one over it, so that `latest` always exists.
         link = self._beside.with_suffix(".link")
         link.unlink(missing_ok=True)
@@ -273,14 +275,14 @@ class WeightExporter:
 
     def _remove_older(self) -> None:
         latest = (self._root / LATEST).resolve()
-        exported = {path: self._exported(path) for path in self._root.glob("step_*")}
+        exported = {path: self._exported_version(path) for path in self._root.glob("step_*")}
         ours = sorted((version, path) for path, version in exported.items() if version is not None)
         for _, path in ours[: -self._config.keep_last]:
             if path.resolve() != latest:
                 # Rename first: an interrupted removal then leaves nothing that looks like an export.
                 shutil.rmtree(path.rename(self._beside), ignore_errors=True)
 
-    def _exported(self, directory: Path) -> Version | None:
+    def _exported_version(self, directory: Path) -> Version | None:
         """Return which version this run exported to a directory; None: another run's, or a user's."""
         try:
             marker = json.loads((directory / MARKER).read_text())

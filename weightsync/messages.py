@@ -1,7 +1,8 @@
 """Requests of trainer ranks, receivers and agents to a weight agent, and its replies."""
 
 # trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
-# receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
+# receiver       Watch (parks until a newer version is complete), ReleaseVersion, Serving; AskSwap, EndSwap;
+#                ReportCorrupt
 # other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
 #
 # Plans are large: messages name them by digest, and `FetchPlan` gets an unknown one, once.
@@ -61,14 +62,14 @@ class NoRepair(msgspec.Struct, tag=True):
 
 
 class Watch(msgspec.Struct, tag=True):
-    """A receiver wants the newest version, if newer than this one; it holds the offered version until `Release`."""
+    """A receiver wants the newest version, if newer than this one; it holds what is offered until `ReleaseVersion`."""
 
     newer_than: Version | None  # what it has; None: nothing
     # When its slot is needed, the slot gets new memory at once, and the receiver keeps the old memory.
     best_effort: bool = False
 
 
-class Release(msgspec.Struct, tag=True):
+class ReleaseVersion(msgspec.Struct, tag=True):
     """A receiver does not read a version any more."""
 
     version: Version
@@ -135,7 +136,7 @@ class AskStatus(msgspec.Struct, tag=True):
 
 
 Request = (
-    OpenPlan | TakeSlot | SealBuckets | AwaitRepair | NoRepair | Watch | Release | Serving | AskSwap | EndSwap
+    OpenPlan | TakeSlot | SealBuckets | AwaitRepair | NoRepair | Watch | ReleaseVersion | Serving | AskSwap | EndSwap
     | ReportCorrupt | JoinBroadcast | BeginBroadcast | WatchPeer | FetchPlan | FetchBucket | AskStatus
 )  # fmt: skip
 
@@ -195,7 +196,7 @@ class Transfer(msgspec.Struct, tag=True):
     plan: str  # digest; "": there is no broadcast
 
 
-class Held(msgspec.Struct):
+class HeldVersion(msgspec.Struct):
     """What an agent has of a version."""
 
     version: Version
@@ -205,7 +206,7 @@ class Held(msgspec.Struct):
 
 class PeerHas(msgspec.Struct, tag=True):
     revision: int
-    held: list[Held]
+    held: list[HeldVersion]
 
 
 class PlanFetched(msgspec.Struct, tag=True):
@@ -299,6 +300,6 @@ def fetch_plan(connection: Connection, digest: str) -> TransferPlan:
     """Ask an agent for a plan. Raises TransportError if the channel broke or the agent does not know the plan,
     either.
     """
-    reply, _ = connection.call(FetchPlan(digest), timeout_s=_PLAN_TIMEOUT_S)
+    reply, _ = connection.call_service(FetchPlan(digest), timeout_s=_PLAN_TIMEOUT_S)
     assert isinstance(reply, PlanFetched)
     return TransferPlan.decode(reply.plan)

@@ -99,7 +99,7 @@ class Notifier:
         self._newest: tuple[Path, Version] | None = None
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(server,), name="weight-notify", daemon=True)
+            threading.Thread(target=self._keep_telling, args=(server,), name="weight-notify", daemon=True)
             for server in _servers(targets)
         ]
         for thread in self._threads:
@@ -122,7 +122,7 @@ class Notifier:
             if thread.is_alive():
                 logger.warning("weights: an engine was not told of the last export, because it does not answer")
 
-    def _run(self, server: Sequence[NotifyTarget]) -> None:
+    def _keep_telling(self, server: Sequence[NotifyTarget]) -> None:
         told: Version | None = None
         while True:
             with self._changed:

@@ -34,7 +34,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> "Box":
+    def from_shape(shape: tuple[int, ...]) -> "Box":
         return Box((0,) * len(shape), shape)
 
     @staticmethod
@@ -49,20 +49,20 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
-    def inside(self, shape: tuple[int, ...]) -> bool:
+    def fits_shape(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape contains the box."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= length
             for start, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 
-    def within(self, outer: "Box") -> "Box | None":
+    def relative_to(self, outer: "Box") -> "Box | None":
         """Return this box relative to the corner of `outer`, or None if it is not inside `outer`."""
         offset = tuple(start - other for start, other in zip(self.offset, outer.offset, strict=True))
         relative = Box(offset, self.size)
-        return relative if relative.inside(outer.size) else None
+        return relative if relative.fits_shape(outer.size) else None
 
-    def overlaps(self, other: "Box") -> bool:
+    def overlaps_box(self, other: "Box") -> bool:
         return (
             self.numel > 0
             and other.numel > 0
@@ -72,7 +72,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
         )
 
-    def run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def contiguous_run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (first element, number) if the box is one run of the flattened tensor, else None."""
         # A run has size 1 in the leading dimensions, any size in one, and only whole dimensions after that.
         whole_from = len(shape)
@@ -85,7 +85,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
             start = start * length + index
         return start, self.numel
 
-    def cut(self, most: int) -> Iterator["Box"]:
+    def cut_parts(self, most: int) -> Iterator["Box"]:
         """Yield parts of at most `most` elements, in row-major order, as few as whole rows allow."""
         if self.numel <= most:
             if self.numel:
@@ -95,8 +95,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         row = self.numel // self.size[axis]
         step = max(1, most // row)
         for start in range(0, self.size[axis], step):
-            part = self._along(axis, start, min(step, self.size[axis] - start))
-            yield from part.cut(most)
+            part = self._part_along(axis, start, min(step, self.size[axis] - start))
+            yield from part.cut_parts(most)
 
     def split(self, first: int) -> tuple["Box | None", "Box | None"]:
         """Return a part of at most `first` elements, made of whole rows of the outermost axis, and the rest."""
@@ -106,9 +106,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         rows = 0 if axis is None else first // (self.numel // self.size[axis])
         if axis is None or not rows:
             return None, self
-        return self._along(axis, 0, rows), self._along(axis, rows, self.size[axis] - rows)
+        return self._part_along(axis, 0, rows), self._part_along(axis, rows, self.size[axis] - rows)
 
-    def _along(self, axis: int, start: int, size: int) -> "Box":
+    def _part_along(self, axis: int, start: int, size: int) -> "Box":
         offset, sizes = list(self.offset), list(self.size)
         offset[axis] += start
         sizes[axis] = size
@@ -134,7 +134,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
             continue
         if num_tried == num_axes:
             for k, other in itertools.combinations(members, 2):
-                if boxes[k].overlaps(boxes[other]):
+                if boxes[k].overlaps_box(boxes[other]):
                     return min(k, other), max(k, other)
             continue
         groups = _apart(boxes, members, axis)
@@ -221,7 +221,7 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
     def names(self) -> tuple[str, ...]:
         return tuple(self.tensors)
 
-    def starts(self) -> list[int]:
+    def tensor_starts(self) -> list[int]:
         """Return where each tensor starts in a region (bytes, multiples of 64), by number."""
         starts, end = [], 0
         for tensor in self.tensors.values():
@@ -325,8 +325,8 @@ def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = 
         shape = plan.tensors[source].shape
         if shape != tuple(need.shape):
             raise PlanError(f"{name}: shape {tuple(need.shape)} at the receiver, {shape} at the trainer")
-        box = need.box or Box.whole(shape)
-        if not box.inside(shape):
+        box = need.box or Box.from_shape(shape)
+        if not box.fits_shape(shape):
             raise PlanError(f"{name}: the receiver wants {box} of shape {shape}")
         matched[name] = Piece(numbers[source], box)
     if whole:
@@ -345,7 +345,7 @@ def buckets_of(plan: TransferPlan, pieces: Iterable[Piece]) -> frozenset[int]:
     return frozenset(
         bucket.index
         for bucket in plan.buckets
-        if any(box.overlaps(part.box) for part in bucket.pieces for box in wanted.get(part.tensor, ()))
+        if any(box.overlaps_box(part.box) for part in bucket.pieces for box in wanted.get(part.tensor, ()))
     )
 
 
@@ -358,7 +358,7 @@ def _check_shard(spec: ShardSpec, tensors: dict[str, TensorSpec], dtype: str) ->
         raise PlanError(f"{spec.name}: trainer ranks disagree on its shape: {known.shape}, {tensor.shape}")
     if known.dtype != tensor.dtype:
         raise PlanError(f"{spec.name}: trainer ranks disagree on its type: {known.dtype}, {tensor.dtype}")
-    if not spec.box.inside(spec.shape):
+    if not spec.box.fits_shape(spec.shape):
         raise PlanError(f"{spec.name}: a rank holds {spec.box}, outside of shape {spec.shape}")
 
 
@@ -404,7 +404,7 @@ def _fill(share: Sequence[Piece], element_bytes: Sequence[int], bucket_bytes: in
             box = pending.pop()
             first, rest = box.split(room // each_bytes)
             if first is None and room >= bucket_bytes:  # one row exceeds even an empty bucket
-                pending.extend(reversed(list(box.cut(max(1, bucket_bytes // each_bytes)))))
+                pending.extend(reversed(list(box.cut_parts(max(1, bucket_bytes // each_bytes)))))
             elif first is None or (rest is not None and room < bucket_bytes // 4):
                 bins.append([])
                 room = max(bucket_bytes, each_bytes)

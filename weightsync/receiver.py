@@ -44,7 +44,7 @@ from weightsync.messages import (
     EndSwap,
     JoinBroadcast,
     Offered,
-    Release,
+    ReleaseVersion,
     ReportCorrupt,
     Serving,
     SwapTurn,
@@ -129,7 +129,7 @@ class WeightReceiver:
         self._lead = lead
         self._timeout_s = timeout_s
         self._broken = ""
-        self._threads = [threading.Thread(target=self._run, name="weight-receiver", daemon=True)]
+        self._threads = [threading.Thread(target=self._keep_connected, name="weight-receiver", daemon=True)]
         if member is not None:
             self._threads.append(
                 threading.Thread(target=self._take_part, args=(member,), name="weight-member", daemon=True)
@@ -167,17 +167,17 @@ class WeightReceiver:
         if not self._cache.has_newer(newer_than) or not self._ask_turn(wait_s):
             return None
         try:
-            loaded = self._load(apply, newer_than)  # a still newer one may have come by now
+            loaded = self._load_newest(apply, newer_than)  # a still newer one may have come by now
         finally:
             if self._takes_turns:
-                self._tell(EndSwap())
+                self._tell_agent(EndSwap())
         if loaded is not None:
-            self._tell(Serving(loaded))
+            self._tell_agent(Serving(loaded))
         return loaded
 
     def drop(self) -> None:
         """Forget the loaded version if it is still the newest, so that its memory can be reused."""
-        self._cache.drop()
+        self._cache.drop_loaded()
 
     def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
         """Wait until a version of `step` or later, or of a later lineage, is ready; False: `stop` was set first.
@@ -185,7 +185,7 @@ class WeightReceiver:
         Raises WeightSyncError, which says why, if none comes within `timeout_s`; PlanError if trainer and engine
         disagree on a tensor.
         """
-        return self._wait(
+        return self._wait_until(
             lambda: (newest := self.newest) is not None and newest >= (lineage, step),
             f"weights of {Version(lineage, step)}",
             timeout_s=timeout_s,
@@ -195,45 +195,47 @@ class WeightReceiver:
     def close(self, timeout_s: float = 10.0) -> None:
         """Leave the agent; idempotent."""
         self._closing.set()
-        self._cache.wake()
+        self._cache.wake_waiters()
         if self._member is not None:
             self._member.abort()  # even in the middle of a broadcast
         self._watch_again()
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def _load(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
-        return self._cache.load(apply, newer_than=newer_than)
+    def _load_newest(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
+        return self._cache.load_newest(apply, newer_than=newer_than)
 
-    def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
+    def _wait_until(
+        self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None
+    ) -> bool:
         return self._cache.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
 
-    def _run(self) -> None:
+    def _keep_connected(self) -> None:
         for connection in connections(
-            self._credentials, self._agent, self._name, stop=self._closing, failed=self._fail
+            self._credentials, self._agent, self._name, stop=self._closing, failed=self._note_failure
         ):
             self._connection = connection
             self._cache.connected()
             try:
-                self._watch(connection)
+                self._watch_versions(connection)
             except PlanError as error:  # permanent: a new channel would end the same way
-                self._fail(error)
+                self._note_failure(error)
                 return
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the engine goes on with what it has
-                self._fail(error)
+                self._note_failure(error)
             finally:
                 self._connection = None
 
-    def _fail(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if self._cache.fail(error) and not self._closing.is_set():
             logger.warning("%s: %s", self._name, error)
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch_versions(self, connection: Connection) -> None:
         self._slots.clear()
         seen = self.newest
         # An agent that was restarted does not know what this engine serves.
         if self._cache.loaded is not None:
-            connection.call(Serving(self._cache.loaded), timeout_s=_CALL_TIMEOUT_S)
+            connection.call_service(Serving(self._cache.loaded), timeout_s=_CALL_TIMEOUT_S)
         while True:
             watch = connection.submit(Watch(seen, self._best_effort), timeout_s=_CALL_TIMEOUT_S)
             offered = parked_reply(watch, stop=self._closing)
@@ -242,35 +244,37 @@ class WeightReceiver:
             self._slots.keep(offered.live)
             version = offered.version
             unwanted = self._wanted is not None and not self._wanted(version)
-            if unwanted or self._cache.came(version, stop=self._closing):
-                self._tell(Release(version), connection)
+            if unwanted or self._cache.wait_for_coming(version, stop=self._closing):
+                self._tell_agent(ReleaseVersion(version), connection)
                 seen = version
-            elif self._take(connection, offered):
+            elif self._take_offered(connection, offered):
                 seen = version
             else:
                 seen = self.newest  # the agent dropped that version: accept an older one
                 self._closing.wait(_PAUSE_S)
 
-    def _take(self, connection: Connection, offered: Offered) -> bool:
+    def _take_offered(self, connection: Connection, offered: Offered) -> bool:
         """Check what the agent offers and hand it to the engine; False: it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan, connection)
-        region = slot = Region(self._slots.get(offered.slot, self._views.extents(layout)), layout)
-        release = partial(self._tell, Release(version), connection)
+        region = slot = Region(self._slots.get(offered.slot, self._views.slot_extents(layout)), layout)
+        release = partial(self._tell_agent, ReleaseVersion(version), connection)
         if self._adopts:
             region = self._cache.memory(layout)
         with self._timeline.span("check weights", version=version.step):
-            checked = self._check(connection, offered, slot, region)
+            checked = self._check_buckets(connection, offered, slot, region)
         if self._adopts:
             # The copy is made, so the slot is free again.
             release()
-            release = partial(self._cache.recycle, region)
+            release = partial(self._cache.recycle_memory, region)
         if checked:
-            self._cache.put(ReadyVersion(version, self._views.of(region), own=self._adopts, release=release))
+            self._cache.put(
+                ReadyVersion(version, self._views.views_of_region(region), own=self._adopts, release=release)
+            )
         else:
             release()
         return checked
 
-    def _check(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
+    def _check_buckets(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
         """Compare buckets with their checksums where the engine will read them, reporting a damaged one once.
 
         Returns False if `region` (the slot, or where to copy it) does not hold the version, or the receiver closes.
@@ -278,24 +282,26 @@ class WeightReceiver:
 
         def fits(bucket: Bucket, expected: int) -> bool:
             if region is not slot:
-                region.copy(bucket, slot)
-            return region.checksum(bucket) == expected
+                region.copy_bucket(bucket, slot)
+            return region.bucket_checksum(bucket) == expected
 
         if version_checksum(offered.checksums) != offered.checksum:
             raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums contradict each other")
         for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False
-            if not self._views.reads(bucket, slot.layout) or fits(bucket, expected):
+            if not self._views.reads_bucket(bucket, slot.layout) or fits(bucket, expected):
                 continue
             logger.warning("%s: bucket %d of %s is damaged; reported", self._name, bucket.index, offered.version)
             try:
-                connection.call(ReportCorrupt(offered.version, bucket.index), timeout_s=_CALL_TIMEOUT_S)
+                connection.call_service(ReportCorrupt(offered.version, bucket.index), timeout_s=_CALL_TIMEOUT_S)
             except PeerRefused as error:
-                self._fail(WeightSyncError(str(error)))
+                self._note_failure(WeightSyncError(str(error)))
                 return False
             if not fits(bucket, expected):
-                self._fail(WeightSyncError(f"weights of {offered.version}: bucket {bucket.index} stays damaged"))
+                self._note_failure(
+                    WeightSyncError(f"weights of {offered.version}: bucket {bucket.index} stays damaged")
+                )
                 return False
         return True
 
@@ -306,13 +312,13 @@ class WeightReceiver:
                 try:
                     self._join_all(connection, member)
                 except TransportError as error:
-                    self._note(error)
+                    self._log_error(error)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: versions come from the agent from now on
             self._cache.fail(error)
             logger.warning("%s takes part in no more broadcasts: %s", self._name, error)
         member.abort()
 
-    def _note(self, error: TransportError) -> None:
+    def _log_error(self, error: TransportError) -> None:
         logger.debug("%s: %s", self._name, error)
 
     def _join_all(self, connection: Connection, member: BroadcastMember) -> None:
@@ -321,33 +327,35 @@ class WeightReceiver:
             transfer = parked_reply(join, stop=self._closing)
             if not isinstance(transfer, Transfer):
                 return
-            self._broken = "" if self._receive(connection, member, transfer) else transfer.epoch
+            self._broken = "" if self._receive_broadcast(connection, member, transfer) else transfer.epoch
 
-    def _receive(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
+    def _receive_broadcast(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
         """Receive a broadcast version; False: it did not arrive intact, and the agent will have it.
 
         Raises PlanError if the engine does not fit the trainer, TransportError if the lead agent is gone.
         """
         region: Region | None = None
-        with self._cache.coming(transfer.version):
+        with self._cache.coming_version(transfer.version):
             try:
                 layout = self._views.layout(transfer.plan, connection)
                 region = self._cache.memory(self._views.own_layout(layout))
                 with self._timeline.span("receive weights", version=transfer.version.step):
-                    member.receive(transfer, layout, region.piece, timeout_s=self._timeout_s)
+                    member.receive_version(transfer, layout, region.view_piece, timeout_s=self._timeout_s)
             except (PlanError, TransportError):
-                member.decline(transfer)
+                member.decline_transfer(transfer)
                 raise
             except (RuntimeError, WeightSyncError) as error:  # the device's out-of-memory error is a RuntimeError
-                member.decline(transfer)
+                member.decline_transfer(transfer)
                 if region is not None:
-                    self._cache.recycle(region)
+                    self._cache.recycle_memory(region)
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
                 # The agent may have offered this version already, while it was being broadcast.
                 self._watch_again()
                 return False
-            release = partial(self._cache.recycle, region)
-            self._cache.put(ReadyVersion(transfer.version, self._views.of(region), own=True, release=release))
+            release = partial(self._cache.recycle_memory, region)
+            self._cache.put(
+                ReadyVersion(transfer.version, self._views.views_of_region(region), own=True, release=release)
+            )
         return True
 
     def _watch_again(self) -> None:
@@ -362,19 +370,19 @@ class WeightReceiver:
         if connection is None or not self._takes_turns:
             return True
         try:
-            reply, _ = connection.call(AskSwap(wait_s), timeout_s=wait_s + _TURN_TIMEOUT_S)
+            reply, _ = connection.call_service(AskSwap(wait_s), timeout_s=wait_s + _TURN_TIMEOUT_S)
         except TransportError:
             return True
         return isinstance(reply, SwapTurn) and reply.granted
 
-    def _tell(self, message: EndSwap | Serving | Release, connection: Connection | None = None) -> None:
+    def _tell_agent(self, message: EndSwap | Serving | ReleaseVersion, connection: Connection | None = None) -> None:
         """Send without waiting, over this channel or the current one; a broken channel is reported elsewhere."""
         connection = connection or self._connection
         if connection is not None:
             try:
                 connection.submit(message, timeout_s=_CALL_TIMEOUT_S)
             except TransportError as error:
-                self._note(error)
+                self._log_error(error)
 
 
 # Receivers of an engine whose ranks are separate processes: each has a receiver, and keeps its share of a version.
@@ -426,7 +434,7 @@ class RanksEngine(Protocol):
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what the ranks need together."""
 
-    def follow(self, following: Following) -> None:
+    def follow_weights(self, following: Following) -> None:
         """Have every rank open a `RankReceiver`; returns when all have."""
 
     def hold(self, version: Version) -> bool:
@@ -439,7 +447,7 @@ class RanksEngine(Protocol):
 class RanksReceiver(WeightReceiver):
     """In the process that uses the engine: decides which version the ranks load, and takes turns for them.
 
-    The constructor has the engine's ranks `follow`. For its other arguments see `WeightReceiver` and `Following`.
+    The constructor calls the engine's `follow_weights`. For its other arguments see `WeightReceiver` and `Following`.
     """
 
     def __init__(
@@ -464,10 +472,10 @@ class RanksReceiver(WeightReceiver):
             credentials, agent, name, engine.weight_needs(),
             device=_CPU, arrived=arrived, takes_turns=takes_turns, timeline=timeline,
         )  # fmt: skip
-        self._cache.fail(self._lag())
-        threading.Thread(target=self._listen, args=(read_end,), name="weight-ranks", daemon=True).start()
+        self._cache.fail(self._make_lag_error())
+        threading.Thread(target=self._listen_to_ranks, args=(read_end,), name="weight-ranks", daemon=True).start()
         try:
-            engine.follow(
+            engine.follow_weights(
                 Following(
                     str(run_dir.absolute()), name, agent, lead, timeout_s, credentials.timeout_s,
                     os.getpid(), write_end, dict(engine.weight_needs()),
@@ -492,33 +500,33 @@ class RanksReceiver(WeightReceiver):
         agreed = self._agree.wait(wait_s)
         return super().load(apply, newer_than=newer_than, wait_s=wait_s) if agreed else None
 
-    def _listen(self, read_end: int) -> None:
+    def _listen_to_ranks(self, read_end: int) -> None:
         with open(read_end, "rb", buffering=0) as pipe:
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
                 rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
                 self._newest_of[rank] = version = Version(lineage, step)
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
-                    self._cache.fail(self._lag())
+                    self._cache.fail(self._make_lag_error())
                 else:
                     self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
                     self._agree.set()
-                self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
+                self._timeline.record_span(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # let `load` continue: the engine then raises in `hold`
 
-    def _lag(self) -> WeightSyncError:
+    def _make_lag_error(self) -> WeightSyncError:
         """Return the error for a wait that ends before all ranks have the same version."""
         have = ", ".join("none" if version is None else str(version) for version in self._newest_of)
         return WeightSyncError(f"the engine's ranks have {have}; see their log")
 
-    def _take(self, connection: Connection, offered: Offered) -> bool:
+    def _take_offered(self, connection: Connection, offered: Offered) -> bool:
         """Check that the engine fits the trainer; the ranks take the version themselves."""
         self._views.layout(offered.plan, connection)
-        self._tell(Release(offered.version), connection)
+        self._tell_agent(ReleaseVersion(offered.version), connection)
         return True
 
-    def _load(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
+    def _load_newest(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
         ready = self._cache.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
             return None
@@ -543,7 +551,7 @@ class _LastSpan(threading.local):
         yield
         self.name, self.seconds = name, time.monotonic() - began
 
-    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+    def record_span(self, name: str, seconds: float, **attributes: int | float | str) -> None:
         self.name, self.seconds = name, seconds
 
 
@@ -576,8 +584,8 @@ class RankReceiver(WeightReceiver):
             member = BroadcastMember(credentials.group_store(min(following.timeout_s, STALL_S)), name, device)
         super().__init__(
             credentials, following.agent, name, following.needs,
-            device=device, share=[each for each, owner in self._owners.items() if owner == rank], arrived=self._say,
-            member=member, lead=following.lead, timeout_s=following.timeout_s,
+            device=device, share=[each for each, owner in self._owners.items() if owner == rank],
+            arrived=self._report_newest, member=member, lead=following.lead, timeout_s=following.timeout_s,
             timeline=self._last,
         )  # fmt: skip
 
@@ -605,7 +613,7 @@ class RankReceiver(WeightReceiver):
         super().close(timeout_s)
         self._pipe.close()
 
-    def _say(self) -> None:
+    def _report_newest(self) -> None:
         newest, last = self.newest, self._last
         if newest is not None:  # None: it already made room for the next one
             self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))

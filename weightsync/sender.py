@@ -89,10 +89,10 @@ class ShardWriter:
         """Lay the plan over memory, uint8 [region_bytes]. Done ahead of time, once per memory."""
         region = Region(memory, self.layout)
         return Target(
-            region, {bucket.index: [region.piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
+            region, {bucket.index: [region.view_piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
         )
 
-    def match(self, shards: Sequence[Shard]) -> None:
+    def match_shards(self, shards: Sequence[Shard]) -> None:
         """Find each piece's shard, unless the shards are the same as last time (they are, at every version).
 
         Raises WeightSyncError if no shard contains a piece.
@@ -104,7 +104,7 @@ class ShardWriter:
         for number, (name, box) in enumerate(held):
             by_name.setdefault(name, []).append((number, box))
         self._sources = {
-            bucket.index: [self._find(piece, by_name) for piece in bucket.pieces] for bucket in self.buckets
+            bucket.index: [self._find_shard(piece, by_name) for piece in bucket.pieces] for bucket in self.buckets
         }
         self._known = held
 
@@ -113,7 +113,7 @@ class ShardWriter:
 
         Args:
             views: where the pieces go.
-            shards: the shards now, in the order that `match` saw.
+            shards: the shards now, in the order that `match_shards` saw.
         """
         whole: dict[int, Tensor] = {}
         sources: list[Tensor] = []
@@ -124,14 +124,14 @@ class ShardWriter:
             sources.append(whole[number] if box.size == size else whole[number][box.slices])
         torch._foreach_copy_(list(views), sources, non_blocking=True)
 
-    def copy(self, source: Target, target: Target) -> None:
+    def copy_target(self, source: Target, target: Target) -> None:
         for bucket, views in target.views.items():
             torch._foreach_copy_(list(views), list(source.views[bucket]))
 
-    def _find(self, piece: Piece, held: Mapping[str, Sequence[tuple[int, Box]]]) -> tuple[int, Box]:
+    def _find_shard(self, piece: Piece, held: Mapping[str, Sequence[tuple[int, Box]]]) -> tuple[int, Box]:
         name = self.layout.plan.names[piece.tensor]
         for number, box in held.get(name, ()):
-            relative = piece.box.within(box)
+            relative = piece.box.relative_to(box)
             if relative is not None:
                 return number, relative
         raise WeightSyncError(f"{name}: this rank no longer holds {piece.box}")
@@ -149,19 +149,19 @@ class ShardCopies:
         self._timeline = timeline
         self._stream = CopyStream(device)
         self._on_host = device.type == "cpu"
-        self._reading = threading.Lock()  # held while shards are read, so that `wait` covers `repeat`
+        self._reading = threading.Lock()  # held while shards are read, so that `wait` covers `repeat_copies`
         self._ends: Collection[CopiesDone] = ()
         self._shards: tuple[Version, Sequence[Shard]] | None = None  # the version that the shards still hold
 
-    def run(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
+    def start_copies(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
         """Begin to copy all buckets; returns the end of each. The shards are read until `wait` returns.
 
         Raises WeightSyncError if no shard contains a piece.
         """
         with self._reading:
-            self._writer.match(shards)
+            self._writer.match_shards(shards)
             indices = [bucket.index for bucket in self._writer.buckets]
-            ends = self._begin(target, shards, indices)
+            ends = self._begin_copies(target, shards, indices)
             self._ends, self._shards = ends, (version, shards)
         return dict(zip(indices, ends, strict=True))
 
@@ -172,37 +172,37 @@ class ShardCopies:
                 end.wait()
             self._ends, self._shards = (), None
 
-    def repeat(self, version: Version, target: Target, buckets: Sequence[int]) -> bool:
+    def repeat_copies(self, version: Version, target: Target, buckets: Sequence[int]) -> bool:
         """Copy some buckets once more and wait for them; False: the shards no longer hold that version."""
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
-            for copied in self._begin(target, self._shards[1], buckets):
+            for copied in self._begin_copies(target, self._shards[1], buckets):
                 copied.wait()
         return True
 
     def close(self) -> None:
         self._stream.close()
 
-    def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
+    def _begin_copies(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
         if self._on_host:
-            return self._stream.run([partial(self._copy_bucket, target, shards, index) for index in buckets])
-        return self._stream.stage([self._staging(target, shards, index) for index in buckets])
+            return self._stream.start_copies([partial(self._copy_bucket, target, shards, index) for index in buckets])
+        return self._stream.start_staged_copies([self._make_staging(target, shards, index) for index in buckets])
 
     def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
         with self._timeline.span("copy weights", bucket=index):
             self._writer.write(index, target.views[index], shards)
 
-    def _staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
+    def _make_staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
         """Cast and gather a bucket on the device; on the host, scatter its pieces into place (columns are strided)."""
         layout = bucket_layouts(self._writer.layout)[index]
 
         def pack(there: Tensor) -> None:
-            self._writer.write(index, layout.pieces(there.view(torch.int64)), shards)
+            self._writer.write(index, layout.view_pieces(there.view(torch.int64)), shards)
 
         def unpack(host: Tensor) -> None:
             with self._timeline.span("copy weights", bucket=index):
-                torch._foreach_copy_(list(target.views[index]), layout.pieces(host.view(torch.int64)))
+                torch._foreach_copy_(list(target.views[index]), layout.view_pieces(host.view(torch.int64)))
 
         return Staging(8 * layout.num_words, pack, unpack)
 
@@ -301,11 +301,11 @@ class SenderState:
         self._linked = False
         self._granted = self._complete = self._delivered = None
 
-    def grant(self, granted: Staged) -> None:
+    def grant_slot(self, granted: Staged) -> None:
         self._granted = granted
         self._asked = None
 
-    def settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
+    def settle_request(self, *, complete: Version | None = None, refused: str | None = None) -> None:
         """The agent grants no slot: it already has versions up to `complete`, or refuses this one."""
         self._complete = complete or self._complete
         self.refused = refused
@@ -319,11 +319,11 @@ class SenderState:
     def is_due(self, staged: Staged) -> bool:
         return staged is self.staged and staged.version != self._delivered
 
-    def move(self, staged: Staged, moved: Staged) -> None:
+    def move_staged(self, staged: Staged, moved: Staged) -> None:
         if self.staged is staged:
             self.staged = moved
 
-    def arrived(self, version: Version) -> None:
+    def note_arrived(self, version: Version) -> None:
         self._delivered = version
 
     def take_ahead(self, version: Version) -> bool:
@@ -394,16 +394,17 @@ class WeightSender:
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
-        # Not page-locked: data from a device passes through the page-locked buffers of `CopyStream.stage`.
+        # Not page-locked: data from a device passes through the page-locked buffers of
+        # `CopyStream.start_staged_copies`.
         self._slots = SlotMappings(write=True, device=_HOST)
-        self._extents = tuple(self._writer.layout.extents(self._buckets))
+        self._extents = tuple(self._writer.layout.bucket_extents(self._buckets))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._state = SenderState()
         self._changed = threading.Condition()  # its lock guards the state
         self._num_bytes = 0
         self._connection: Connection | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
+        self._thread = threading.Thread(target=self._keep_connected, name="weight-sender", daemon=True)
         if self._buckets:
             self._thread.start()
 
@@ -432,11 +433,11 @@ class WeightSender:
         held = list(shards)
         place = self._memory_for(version, timeout_s, stop) if self._buckets else None
         if self._broadcaster is not None:
-            self._writer.match(held)
-            self._broadcaster.run(version, partial(self._writer.write, shards=held), stop=stop)
+            self._writer.match_shards(held)
+            self._broadcaster.broadcast_version(version, partial(self._writer.write, shards=held), stop=stop)
         self._num_bytes = 0
         if place is not None:
-            copied = self._copies.run(version, place.target, held)
+            copied = self._copies.start_copies(version, place.target, held)
             self._num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
             staged = Staged(version, place.target, place.slot, copied)
             with self._changed:
@@ -511,91 +512,91 @@ class WeightSender:
     def _own_memory(self) -> Target:
         return self._state.take_own_memory() or self._writer.target(private_memory(self._plan.region_bytes))
 
-    def _run(self) -> None:
+    def _keep_connected(self) -> None:
         for connection in connections(self._credentials, self._agent, self._name, stop=self._closing):
             self._connection = connection
             try:
-                self._work(connection)
+                self._handle_events(connection)
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the agent died, or no slot was mapped
                 if not self._closing.is_set():
                     logger.warning("weights: %s; generators keep what they have until the agent is back", error)
             finally:
                 self._connection = None
-                self._unlink()
+                self._unlink_agent()
 
-    def _unlink(self) -> None:
-        with self._changing() as state:
+    def _unlink_agent(self) -> None:
+        with self._changing_state() as state:
             state.unlink()
             self._slots.clear()
 
-    def _work(self, connection: Connection) -> None:
-        connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
-        with self._changing() as state:
+    def _handle_events(self, connection: Connection) -> None:
+        connection.call_service(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
+        with self._changing_state() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
             self._events = events  # holds no event of an earlier channel
             first = state.link()
             if first is not None:
                 events.put(first if isinstance(first, Staged) else _Take(first))
-        self._submit(connection, AwaitRepair(self._rank))
+        self._submit_request(connection, AwaitRepair(self._rank))
         while not self._closing.is_set():
             event = events.get()
             match event:
                 case _Take(version):
-                    self._submit(connection, self._request(version))
+                    self._submit_request(connection, self._make_slot_request(version))
                 case NoRoom(reason):
                     self._wait_on(connection, reason)
                 case Staged():
                     if self._state.is_due(event):
-                        self._deliver(connection, event)
+                        self._deliver_staged(connection, event)
                 case SlotGranted():
-                    self._prepare(event)
+                    self._prepare_slot(event)
                 case Unneeded(version):
-                    self._settle(complete=version)
+                    self._settle_request(complete=version)
                 case Repair(version, buckets):
-                    self._repair(connection, version, buckets)
-                    self._submit(connection, AwaitRepair(self._rank))
+                    self._repair_buckets(connection, version, buckets)
+                    self._submit_request(connection, AwaitRepair(self._rank))
                 case PeerRefused():
-                    self._settle(refused=str(event))
+                    self._settle_request(refused=str(event))
                 case _Lost():
                     return
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[SenderState]:
+    def _changing_state(self) -> Iterator[SenderState]:
         """Hold the state's lock; then wake its waiters."""
         with self._changed:
             yield self._state
             self._changed.notify_all()
 
-    def _submit(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
+    def _submit_request(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
         # Bound now: a late answer of this channel must not reach the next channel's queue.
         events = self._events
         future = connection.submit(request, timeout_s=self._timeout_s)
         future.add_done_callback(lambda done: events.put(_outcome(done)))
 
-    def _arrived(self, version: Version) -> None:
-        with self._changing() as state:
-            state.arrived(version)
+    def _note_arrived(self, version: Version) -> None:
+        with self._changing_state() as state:
+            state.note_arrived(version)
 
-    def _settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
-        with self._changing() as state:
-            state.settle(complete=complete, refused=refused)
+    def _settle_request(self, *, complete: Version | None = None, refused: str | None = None) -> None:
+        with self._changing_state() as state:
+            state.settle_request(complete=complete, refused=refused)
 
-    def _prepare(self, granted: SlotGranted) -> None:
+    def _prepare_slot(self, granted: SlotGranted) -> None:
         """Map a granted slot and touch its pages here, so that the trainer waits for neither."""
-        target = self._target(granted)
-        with self._changing() as state:
-            state.grant(Staged(granted.version, target, granted.slot.token))
+        target = self._make_target(granted)
+        with self._changing_state() as state:
+            state.grant_slot(Staged(granted.version, target, granted.slot.token))
 
-    def _target(self, granted: SlotGranted) -> Target:
+    def _make_target(self, granted: SlotGranted) -> Target:
         self._slots.keep(granted.live)
         return self._writer.target(self._slots.get(granted.slot, self._extents))
 
-    def _deliver(self, connection: Connection, staged: Staged) -> None:
+    def _deliver_staged(self, connection: Connection, staged: Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""
         if staged.slot not in self._slots:
-            moved = self._move(connection, staged)
+            moved = self._move_staged(connection, staged)
             if moved is None:  # the agent does not need this version any more, or this sender closes
-                self._arrived(staged.version)
+                self._note_arrived(staged.version)
                 return
             staged = moved
         with self._timeline.span("seal weights", version=staged.version.step):
@@ -603,36 +604,38 @@ class WeightSender:
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
                     staged.copied[bucket.index].wait()
-                checksum = staged.target.region.checksum(bucket)
+                checksum = staged.target.region.bucket_checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
-                connection.call(seal, timeout_s=self._timeout_s)
-        self._arrived(staged.version)
+                connection.call_service(seal, timeout_s=self._timeout_s)
+        self._note_arrived(staged.version)
         # Ask for the next slot now, so that the next `publish` finds it ready.
         self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
 
-    def _move(self, connection: Connection, staged: Staged) -> Staged | None:
+    def _move_staged(self, connection: Connection, staged: Staged) -> Staged | None:
         """Copy a version from this process's memory, or from a dead agent's, into a slot of this agent."""
         reply: object = NoRoom("")
         while isinstance(reply, NoRoom) and not self._closing.is_set():
-            reply, _ = connection.call(self._request(staged.version), timeout_s=_SLOT_WAIT_S + self._timeout_s)
+            reply, _ = connection.call_service(
+                self._make_slot_request(staged.version), timeout_s=_SLOT_WAIT_S + self._timeout_s
+            )
         if not isinstance(reply, SlotGranted):
             return None
-        target = self._target(reply)
+        target = self._make_target(reply)
         for copied in staged.copied.values():
             copied.wait()
-        self._writer.copy(staged.target, target)
+        self._writer.copy_target(staged.target, target)
         moved = Staged(staged.version, target, reply.slot.token)
         with self._changed:
-            self._state.move(staged, moved)
+            self._state.move_staged(staged, moved)
         return moved
 
     def _take_ahead(self, connection: Connection, version: Version) -> None:
         with self._changed:
             wanted = self._state.take_ahead(version)
         if wanted:
-            self._submit(connection, self._request(version))
+            self._submit_request(connection, self._make_slot_request(version))
 
-    def _request(self, version: Version) -> TakeSlot:
+    def _make_slot_request(self, version: Version) -> TakeSlot:
         return TakeSlot(self._rank, version, self._digest, min(_SLOT_WAIT_S, self._timeout_s / 4))
 
     def _wait_on(self, connection: Connection, reason: str) -> None:
@@ -640,18 +643,18 @@ class WeightSender:
         with self._changed:
             asked = self._state.wait_on(reason)
         if asked is not None:
-            self._submit(connection, self._request(asked))
+            self._submit_request(connection, self._make_slot_request(asked))
 
-    def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
+    def _repair_buckets(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
         staged = self._state.staged
         able = staged is not None and staged.version == version and staged.slot in self._slots
-        if staged is None or not able or not self._copies.repeat(version, staged.target, buckets):
-            connection.call(NoRepair(version), timeout_s=self._timeout_s)
+        if staged is None or not able or not self._copies.repeat_copies(version, staged.target, buckets):
+            connection.call_service(NoRepair(version), timeout_s=self._timeout_s)
             return
         logger.warning("weights of %s: wrote buckets %s again", version, list(buckets))
         wanted = [bucket for bucket in self._buckets if bucket.index in buckets]
-        checksums = {bucket.index: staged.target.region.checksum(bucket) for bucket in wanted}
-        connection.call(SealBuckets(self._rank, version, checksums), timeout_s=self._timeout_s)
+        checksums = {bucket.index: staged.target.region.bucket_checksum(bucket) for bucket in wanted}
+        connection.call_service(SealBuckets(self._rank, version, checksums), timeout_s=self._timeout_s)
 
 
 def _outcome(done: "Future[tuple[Any, Tensor]]") -> _Event:

@@ -398,32 +398,32 @@ class RegionLayout:
                 self._starts[number] = self.num_bytes
                 self.num_bytes += spec.room_bytes
 
-    def has(self, number: int) -> bool:
+    def has_tensor(self, number: int) -> bool:
         return number in self._starts
 
-    def run(self, piece: Piece) -> tuple[int, int] | None:
+    def piece_run(self, piece: Piece) -> tuple[int, int] | None:
         """Return (first byte, bytes) of a piece that is one run of the region, else None."""
         tensor = self._specs[piece.tensor]
-        run = piece.box.run(tensor.shape)
+        run = piece.box.contiguous_run(tensor.shape)
         if run is None:
             return None
         element_bytes = DTYPE_BYTES[tensor.dtype]
         return self._starts[piece.tensor] + run[0] * element_bytes, run[1] * element_bytes
 
-    def extent(self, number: int) -> tuple[int, int]:
+    def tensor_extent(self, number: int) -> tuple[int, int]:
         """Return (first byte, bytes) of a whole tensor."""
         return self._starts[number], self._specs[number].num_bytes
 
-    def extents(self, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
+    def bucket_extents(self, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
         """Return the byte ranges (start, stop) of buckets, merged where they meet."""
         runs = []
         for piece in (piece for bucket in buckets for piece in bucket.pieces):
             # A piece that is no single run counts as its whole tensor.
-            start, num_bytes = self.run(piece) or self.extent(piece.tensor)
+            start, num_bytes = self.piece_run(piece) or self.tensor_extent(piece.tensor)
             runs.append((start, start + num_bytes))
         return merged(runs)
 
-    def spec(self, number: int) -> TensorSpec:
+    def tensor_spec(self, number: int) -> TensorSpec:
         return self._specs[number]
 
 
@@ -438,22 +438,22 @@ class Region:
         self._memory = memory
         self.layout = layout
 
-    def tensor(self, number: int) -> Tensor:
+    def view_tensor(self, number: int) -> Tensor:
         """Return a view of a whole tensor, or one on device `meta` if it has no place."""
-        spec = self.layout.spec(number)
+        spec = self.layout.tensor_spec(number)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        if not self.layout.has(number):
+        if not self.layout.has_tensor(number):
             return torch.empty(spec.shape, dtype=dtype, device="meta")
-        start, num_bytes = self.layout.extent(number)
+        start, num_bytes = self.layout.tensor_extent(number)
         return self._memory[start : start + num_bytes].view(dtype).view(spec.shape)
 
-    def piece(self, piece: Piece) -> Tensor:
+    def view_piece(self, piece: Piece) -> Tensor:
         """Return a view of a part of a tensor, in the box's shape."""
-        return self.tensor(piece.tensor)[piece.box.slices]
+        return self.view_tensor(piece.tensor)[piece.box.slices]
 
-    def views(self, matched: Mapping[str, Piece]) -> dict[str, Tensor]:
+    def view_matched(self, matched: Mapping[str, Piece]) -> dict[str, Tensor]:
         """Return what a receiver wants, by its own names; see `match_needs`."""
-        return {name: self.piece(piece) for name, piece in matched.items()}
+        return {name: self.view_piece(piece) for name, piece in matched.items()}
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
         """Return a view, uint8 [num_bytes]."""
@@ -464,36 +464,36 @@ class Region:
         if len(bucket.pieces) == 1:
             return self._bytes_of(bucket.pieces[0])
         out = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        self.pack(bucket.pieces, out)
+        self.pack_pieces(bucket.pieces, out)
         return out
 
-    def pack(self, pieces: Sequence[Piece], out: Tensor) -> None:
+    def pack_pieces(self, pieces: Sequence[Piece], out: Tensor) -> None:
         if pieces:
             torch.cat([self._bytes_of(piece) for piece in pieces], out=out)
 
     def unpack(self, pieces: Sequence[Piece], packed: Tensor) -> None:
         offset = 0
         for piece in pieces:
-            target = self.piece(piece)
+            target = self.view_piece(piece)
             num_bytes = target.numel() * target.element_size()
             source = packed[offset : offset + num_bytes]
-            run = self.layout.run(piece)
+            run = self.layout.piece_run(piece)
             if run is not None:
                 self.bytes_at(*run).copy_(source)
             else:
                 target.copy_(source.clone().view(target.dtype).view(target.shape))
             offset += num_bytes
 
-    def copy(self, bucket: Bucket, source: "Region") -> None:
+    def copy_bucket(self, bucket: Bucket, source: "Region") -> None:
         for piece in bucket.pieces:
-            run = self.layout.run(piece)
+            run = self.layout.piece_run(piece)
             if run is not None:
                 # One thread, unlike torch's copy: the other cores are generating.
                 np.copyto(self.bytes_at(*run).numpy(), source.bytes_at(*run).numpy())
             else:
-                self.piece(piece).copy_(source.piece(piece))
+                self.view_piece(piece).copy_(source.view_piece(piece))
 
-    def checksum(self, bucket: Bucket) -> int:
+    def bucket_checksum(self, bucket: Bucket) -> int:
         """Return the 64-bit xxh3 of a bucket's bytes; reads all of them."""
         hasher = xxhash.xxh3_64()
         for piece in bucket.pieces:
@@ -501,10 +501,10 @@ class Region:
         return hasher.intdigest()
 
     def _bytes_of(self, piece: Piece) -> Tensor:
-        run = self.layout.run(piece)
+        run = self.layout.piece_run(piece)
         if run is not None:
             return self.bytes_at(*run)
-        return self.piece(piece).contiguous().view(-1).view(torch.uint8)
+        return self.view_piece(piece).contiguous().view(-1).view(torch.uint8)
 
 
 def version_checksum(checksums: Sequence[int]) -> int:

@@ -60,7 +60,7 @@ class VersionCache:
         self._adopts = adopts
         self._changed = threading.Condition()
         self._ready: ReadyVersion | None = None
-        self._used: list[ReadyVersion] = []  # by the engine: during `load`, and afterwards if it adopts
+        self._used: list[ReadyVersion] = []  # by the engine: during `load_newest`, and afterwards if it adopts
         self._newest: Version | None = None
         self._loaded: Version | None = None
         self._coming: Version | None = None
@@ -85,7 +85,7 @@ class VersionCache:
                 self._ready = ready
                 self._newest, self._error = ready.version, None
                 self._changed.notify_all()
-            unused = self._unused(unused)
+            unused = self._filter_unused(unused)
         # Outside the lock, since a release may send a message.
         _release(unused)
         taken = ready not in unused
@@ -97,7 +97,9 @@ class VersionCache:
         ready = self._ready
         return ready is not None and (version is None or ready.version > version)
 
-    def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
+    def load_newest(
+        self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None
+    ) -> Version | None:
         """Give the newest version to `apply` if it is newer; returns it, or None."""
         ready = self.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
@@ -114,7 +116,7 @@ class VersionCache:
                 return None
             former, kept = self._used, self._used if self._adopts else []
             self._used = [*kept, ready]
-            unused = self._unused(former)
+            unused = self._filter_unused(former)
         _release(unused)
         return ready
 
@@ -123,17 +125,17 @@ class VersionCache:
             former = self._used
             self._loaded = ready.version
             self._used = [ready] if self._adopts else []
-            unused = self._unused([*former, ready])
+            unused = self._filter_unused([*former, ready])
         _release(unused)
 
-    def drop(self) -> None:
+    def drop_loaded(self) -> None:
         """Forget the ready version if it was loaded, so that its memory can be reused."""
         with self._changed:
             unused = self._forget_loaded()
         _release(unused)
 
     def memory(self, layout: RegionLayout) -> Region:
-        """Return unused memory of this process for a coming version; then `put` it or `recycle`.
+        """Return unused memory of this process for a coming version; then `put` it or `recycle_memory`.
 
         A version in such memory that the engine has neither loaded nor is loading makes room.
         """
@@ -154,14 +156,14 @@ class VersionCache:
             layout,
         )
 
-    def recycle(self, region: Region) -> None:
+    def recycle_memory(self, region: Region) -> None:
         """Let memory be reused; only one version's memory is kept."""
         with self._changed:
             self._free = [region]
 
     @contextmanager
-    def coming(self, version: Version) -> Iterator[None]:
-        """Make others wait in `came` for this version while it is being received."""
+    def coming_version(self, version: Version) -> Iterator[None]:
+        """Make others wait in `wait_for_coming` for this version while it is being received."""
         with self._changed:
             self._coming = version
         try:
@@ -171,7 +173,7 @@ class VersionCache:
                 self._coming = None
                 self._changed.notify_all()
 
-    def came(self, version: Version, *, stop: threading.Event) -> bool:
+    def wait_for_coming(self, version: Version, *, stop: threading.Event) -> bool:
         """Return whether a version is already here; waits while one is arriving."""
         with self._changed:
             while not stop.is_set() and self._coming is not None and self._coming >= version:
@@ -223,7 +225,7 @@ class VersionCache:
                 why = f": {error}" if error is not None else f"; {self._source} has none"
                 raise WeightsLate(f"{what} did not come within {timeout_s:g} s{why}")
 
-    def wake(self) -> None:
+    def wake_waiters(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -239,9 +241,9 @@ class VersionCache:
         if ready is None or ready.version != self._loaded:
             return []
         self._ready = None
-        return self._unused([ready])
+        return self._filter_unused([ready])
 
-    def _unused(self, each: Iterable[ReadyVersion]) -> list[ReadyVersion]:
+    def _filter_unused(self, each: Iterable[ReadyVersion]) -> list[ReadyVersion]:
         return [one for one in dict.fromkeys(each) if one is not self._ready and one not in self._used]
 
 
@@ -280,16 +282,18 @@ class EngineViews:
         """Return the layout of copies in this process's memory; `layout` comes from this object, as below."""
         return self._known[layout.plan.digest()][3]
 
-    def extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
+    def slot_extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
         """Return the byte ranges (start, stop) of a slot that this process reads."""
-        return tuple(layout.extents(bucket for bucket in layout.plan.buckets if self.reads(bucket, layout)))
+        return tuple(
+            layout.bucket_extents(bucket for bucket in layout.plan.buckets if self.reads_bucket(bucket, layout))
+        )
 
-    def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
+    def reads_bucket(self, bucket: Bucket, layout: RegionLayout) -> bool:
         return bucket.index in self._known[layout.plan.digest()][2]
 
-    def of(self, region: Region) -> dict[str, Tensor]:
+    def views_of_region(self, region: Region) -> dict[str, Tensor]:
         """Return the engine's views of a region; on device `meta` where the region has nothing."""
-        return region.views(self._known[region.layout.plan.digest()][1])
+        return region.view_matched(self._known[region.layout.plan.digest()][1])
 
 
 def _release(unused: Iterable[ReadyVersion]) -> None:

@@ -35,7 +35,7 @@ def sequences(rows: Sequence[int]) -> Sequences | None:
     if not rows:
         return None
     chosen = [samples()[row] for row in rows]
-    return Sequences.of([prompt for prompt, _ in chosen], [response for _, response in chosen])
+    return Sequences.from_turns([prompt for prompt, _ in chosen], [response for _, response in chosen])
 
 
 def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:

@@ -132,9 +132,9 @@ class GlooPair:
         # A Gloo send waits until the other end has posted the receive: one more round trip, and forever if that process
         # is stopped. With receives posted ahead the bytes leave at once, and the kernel keeps them for a stopped
         # process.
-        self.expect(_POSTED)
+        self.post_receives(_POSTED)
 
-    def expect(self, frames: int) -> None:
+    def post_receives(self, frames: int) -> None:
         """Have at least `frames` receives posted."""
         if len(self._posted) >= frames:
             return
@@ -147,16 +147,16 @@ class GlooPair:
         self._group.send([frame], self._other, _FRAME_TAG).wait(as_timeout(timeout_s))
 
     def next_frame(self, timeout: timedelta = NO_TIMEOUT) -> Tensor:
-        """Wait for the next frame; give its buffer back with `reuse`."""
+        """Wait for the next frame; give its buffer back with `reuse_buffer`."""
         if len(self._posted) <= _POSTED_LEAST:  # post several at once, since each post wakes the peer's Gloo thread
-            self.expect(_POSTED)
-        # Popped only once it has come: `expect` counts the receives that are still posted.
+            self.post_receives(_POSTED)
+        # Popped only once it has come: `post_receives` counts the receives that are still posted.
         buffer, work = self._posted[0]
         work.wait(timeout)
         self._posted.popleft()
         return buffer
 
-    def reuse(self, buffer: Tensor) -> None:
+    def reuse_buffer(self, buffer: Tensor) -> None:
         self._spare.append(buffer)
 
     def begin_send(self, part: Tensor) -> dist.Work:
@@ -197,13 +197,13 @@ class BufferPool:
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
 
-    def borrow(self, num_bytes: int) -> Tensor:
+    def borrow_buffer(self, num_bytes: int) -> Tensor:
         """Return uint8 [num_bytes] of undefined content; it comes back when its last view is gone."""
         with self._lock:
             # The views' finalizers only append offsets; they are merged here, under the lock.
             while self._released:
-                self._extents.free(self._released.popleft())
-            start = self._extents.allocate(num_bytes)
+                self._extents.free_extent(self._released.popleft())
+            start = self._extents.allocate_extent(num_bytes)
         if start is None or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8)
         return tracked_view(self._memory, start, num_bytes, self._released)
@@ -246,7 +246,7 @@ class Channel(ABC):
         self._released: deque[int] = deque()
 
     @abstractmethod
-    def expect(self, frames: int) -> None:
+    def post_receives(self, frames: int) -> None:
         """Let the peer send `frames` frames without waiting for this end. Raises TransportError if the channel is
         broken.
         """
@@ -273,11 +273,11 @@ class Channel(ABC):
         if payload is not None:
             frame.payload_bytes = payload.num_bytes
         if len(meta) + frame.payload_bytes <= ROOM_BYTES:
-            self._send(frame, payload, timeout_s)
+            self._send_frame(frame, payload, timeout_s)
             return
         frame.outside = len(meta) > ROOM_BYTES
-        if self._place(frame, payload):
-            self._send(frame, None, timeout_s)
+        if self._place_in_arena(frame, payload):
+            self._send_frame(frame, None, timeout_s)
         else:
             self._send_over_wire(frame, payload, timeout_s)
 
@@ -303,17 +303,17 @@ class Channel(ABC):
             raise
         if frame.kind is FrameKind.GOODBYE:
             # Answer it, so that both ends stop receiving.
-            self.goodbye()
+            self.send_goodbye()
             self._forget_shared()
         return frame, meta, payload
 
-    def goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         """Announce that this end sends nothing more; idempotent, and silent if the peer is gone.
 
         A peer that does not take the goodbye in time is cut off.
         """
         try:
-            self._send(Frame(FrameKind.GOODBYE), None, _GOODBYE_TIMEOUT_S)
+            self._send_frame(Frame(FrameKind.GOODBYE), None, _GOODBYE_TIMEOUT_S)
         except TransportError:
             if not self._broken:
                 self.abort()
@@ -334,7 +334,7 @@ class Channel(ABC):
     def _next_frame(self) -> Frame:
         """Wait for a frame; raises TransportError if the peer is gone or sent something else."""
 
-    def _place(self, frame: Frame, payload: Payload | None) -> bool:
+    def _place_in_arena(self, frame: Frame, payload: Payload | None) -> bool:
         """Copy what does not fit into the frame to shared memory; False: send it over the wire."""
         return False
 
@@ -350,8 +350,8 @@ class Channel(ABC):
     def _forget_shared(self) -> None:
         """The channel ended: drop our shared memory as a whole; existing views stay valid."""
 
-    def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
-        self._acquire(self._frame_lock, timeout_s)
+    def _send_frame(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
+        self._acquire_lock(self._frame_lock, timeout_s)
         try:
             if self._released:
                 # Releases ride on frames that are sent anyway.
@@ -376,9 +376,9 @@ class Channel(ABC):
         frame.outside = len(frame.body) > ROOM_BYTES
         if frame.outside:
             parts = [tensor_of(frame.body), *parts]
-        self._acquire(self._bulk_lock, timeout_s)
+        self._acquire_lock(self._bulk_lock, timeout_s)
         try:
-            self._send(frame, None, timeout_s)
+            self._send_frame(frame, None, timeout_s)
             try:
                 self._send_parts(parts, timeout_s)
             except BaseException:
@@ -392,7 +392,7 @@ class Channel(ABC):
         timeout = as_timeout(timeout_s)
         for part in parts:
             if isinstance(part, Payload):
-                packed = buffer_pool().borrow(part.num_bytes)
+                packed = buffer_pool().borrow_buffer(part.num_bytes)
                 part.write(packed)
                 part = packed
             try:
@@ -400,12 +400,12 @@ class Channel(ABC):
                 if len(in_flight) > _IN_FLIGHT:
                     in_flight.popleft()[0].wait(timeout)
             except RuntimeError as error:
-                raise self._gone("send failed; the peer is gone") from error
+                raise self._mark_broken("send failed; the peer is gone") from error
         try:
             for work, _ in in_flight:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise self._gone("send failed; the peer is gone") from error
+            raise self._mark_broken("send failed; the peer is gone") from error
 
     def _take_from_wire(self, frame: Frame) -> tuple[bytes, Tensor]:
         if frame.outside:
@@ -413,7 +413,7 @@ class Channel(ABC):
             self._receive_into([body])
             frame.accept_body(body.numpy().tobytes())
         sizes, meta = frame.split_body()
-        payload = buffer_pool().borrow(frame.payload_bytes)
+        payload = buffer_pool().borrow_buffer(frame.payload_bytes)
         self._receive_into(place(payload, sizes))
         return meta, payload
 
@@ -421,16 +421,16 @@ class Channel(ABC):
         try:
             self._pair.receive_into(buffers)
         except RuntimeError as error:
-            raise self._gone("the peer is gone") from error
+            raise self._mark_broken("the peer is gone") from error
 
-    def _acquire(self, lock: threading.Lock, timeout_s: float | None) -> None:
+    def _acquire_lock(self, lock: threading.Lock, timeout_s: float | None) -> None:
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise DeadlineExceeded(f"channel to {self.peer}: the peer took no message for {timeout_s:g} s")
         if self._broken:
             lock.release()
             raise TransportError(f"channel to {self.peer}: closed")
 
-    def _gone(self, reason: str) -> TransportError:
+    def _mark_broken(self, reason: str) -> TransportError:
         self._broken = True
         return TransportError(f"channel to {self.peer}: {reason}")
 
@@ -438,20 +438,21 @@ class Channel(ABC):
 class GlooChannel(Channel):
     """Sends everything over the network.
 
-    A frame never waits behind a payload, nor for a peer that does not read, as long as receives are posted (`expect`).
+    A frame never waits behind a payload, nor for a peer that does not read, as long as receives are posted
+    (`post_receives`).
     """
 
-    def expect(self, frames: int) -> None:
+    def post_receives(self, frames: int) -> None:
         try:
-            self._pair.expect(frames)
+            self._pair.post_receives(frames)
         except RuntimeError as error:
-            raise self._gone("the peer is gone") from error
+            raise self._mark_broken("the peer is gone") from error
 
     def _put_frame(self, timeout_s: float | None) -> None:
         try:
             self._pair.send_frame(self._out, timeout_s)
         except RuntimeError as error:
-            raise self._gone("send failed; the peer is gone") from error
+            raise self._mark_broken("send failed; the peer is gone") from error
 
     def _end_frames(self) -> None:
         """Gloo cannot end one direction."""
@@ -463,9 +464,9 @@ class GlooChannel(Channel):
         try:
             buffer = self._pair.next_frame()
         except RuntimeError as error:
-            raise self._gone("the peer is gone") from error
+            raise self._mark_broken("the peer is gone") from error
         frame = decode_frame(buffer.numpy().data, self._limits)
-        self._pair.reuse(buffer)
+        self._pair.reuse_buffer(buffer)
         if frame.releases:
             raise TransportError(f"channel to {self.peer}: releases, but no memory is shared")
         return frame
@@ -553,7 +554,7 @@ class Pipes:
                 return
         raise TransportError("closed")
 
-    def readable(self, timeout_s: float) -> bool:
+    def wait_readable(self, timeout_s: float) -> bool:
         """Wait until `receive` would not block, which includes end of file; False: timed out. One thread at a time."""
         return bool(self._frames.poll(max(0.0, timeout_s) * 1000))
 
@@ -573,7 +574,7 @@ class Pipes:
         if number != len(into) or self._closed:
             raise TransportError("closed" if self._closed else "the peer is gone")
 
-    def wake(self) -> None:
+    def wake_receiver(self) -> None:
         """End a `receive` that waits in another thread, now or later, and send nothing more. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):  # the pipe is full, so no thread waits
@@ -623,12 +624,12 @@ class PipeChannel(Channel):
         self._peer_arena: PeerArena | None = link.peer_arena
         self._released = link.peer_arena.released
 
-    def expect(self, frames: int) -> None:
+    def post_receives(self, frames: int) -> None:
         """A pipe needs no posted receives."""
 
     def abort(self) -> None:
         self._broken = True
-        self.pipes.wake()
+        self.pipes.wake_receiver()
         # Close the descriptor only while no writer uses it: its number could be reused under the writer.
         if self._frame_lock.acquire(timeout=_ABORT_TIMEOUT_S):
             self.pipes.close_out()
@@ -639,33 +640,33 @@ class PipeChannel(Channel):
         try:
             self.pipes.send(self._out_view, timeout_s)
         except TransportError as error:
-            raise self._gone(str(error)) from error
+            raise self._mark_broken(str(error)) from error
 
     def _next_frame(self) -> Frame:
         try:
             self.pipes.receive(self._in)
         except TransportError as error:
-            raise self._gone(str(error)) from error
+            raise self._mark_broken(str(error)) from error
         frame = decode_frame(self._in, self._limits)
         if frame.releases and self._arena is not None:
-            self._arena.release(frame.releases)
+            self._arena.release_regions(frame.releases)
         return frame
 
-    def _place(self, frame: Frame, payload: Payload | None) -> bool:
+    def _place_in_arena(self, frame: Frame, payload: Payload | None) -> bool:
         arena = self._arena
         body_bytes = _body_room(frame, len(frame.body))
         num_bytes = body_bytes + frame.payload_bytes
-        offset = None if arena is None else arena.allocate(num_bytes)
+        offset = None if arena is None else arena.allocate_region(num_bytes)
         if arena is None or offset is None:
             return False
-        region = arena.region(offset, num_bytes)
+        region = arena.view_region(offset, num_bytes)
         try:
             if frame.outside:
                 region.numpy()[: len(frame.body)] = memoryview(frame.body)
             if payload is not None:
                 payload.write(region[body_bytes:])
         except BaseException:
-            arena.release([offset])
+            arena.release_regions([offset])
             raise
         frame.route, frame.offset, frame.generation = Route.SHARED, offset, arena.offer.generation
         return True
@@ -675,7 +676,7 @@ class PipeChannel(Channel):
         if peer_arena is None:
             raise TransportError(f"channel to {self.peer}: closed")
         body_bytes = _body_room(frame, frame.body_bytes)
-        region = peer_arena.borrow(frame.offset, body_bytes + frame.payload_bytes, frame.generation)
+        region = peer_arena.borrow_region(frame.offset, body_bytes + frame.payload_bytes, frame.generation)
         if frame.outside:
             frame.accept_body(region[: frame.body_bytes].numpy().tobytes())
         return region[body_bytes:]

@@ -10,10 +10,10 @@
 # messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body if it
 # does not fit. Nothing is trusted before its checksum matches, and no length before it is compared with the limits.
 #
-# A sender describes the payload's bytes (`Piece`s). The channel decides whether they are written into shared memory or
-# sent over the wire, so a payload costs one copy either way. Receivers get one contiguous uint8 tensor. On the wire a
-# payload is *segments*: long tensors that need no conversion are sent from where they are; whatever lies between them
-# is packed first.
+# A sender describes the payload's bytes (`PayloadPiece`s). The channel decides whether they are written into shared
+# memory or sent over the wire, so a payload costs one copy either way. Receivers get one contiguous uint8 tensor. On
+# the wire a payload is *segments*: long tensors that need no conversion are sent from where they are; whatever lies
+# between them is packed first.
 
 import contextlib
 import fcntl
@@ -124,7 +124,7 @@ def aligned(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PayloadPiece:
     """Tensors that travel back to back, without gaps."""
 
     # 1-D, contiguous, on the CPU, of one dtype; they must not change until the send has returned.
@@ -154,13 +154,13 @@ class Piece:
 class Payload:
     """Pieces, each aligned to `ALIGN` bytes; the gaps hold undefined bytes."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[PayloadPiece]) -> None:
         self.pieces = tuple(pieces)
         self.num_bytes = sum(aligned(piece.num_bytes) for piece in self.pieces)
 
     @staticmethod
-    def of(tensor: Tensor) -> "Payload":
-        return Payload([Piece((tensor.reshape(-1),), tensor.dtype)])
+    def from_tensor(tensor: Tensor) -> "Payload":
+        return Payload([PayloadPiece((tensor.reshape(-1),), tensor.dtype)])
 
     def write(self, out: Tensor) -> None:
         """Copy everything into `out`, uint8 [num_bytes]."""
@@ -189,7 +189,7 @@ def place(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _segments(payload: Payload) -> Iterator[Tensor | Payload]:
-    gathered: list[Piece] = []
+    gathered: list[PayloadPiece] = []
     num_bytes = 0
     for piece in payload.pieces:
         direct = piece.in_place if piece.num_bytes >= DIRECT_BYTES else None
@@ -320,20 +320,20 @@ class Arena:
         self._lock = threading.Lock()
         self.offer = ArenaOffer(fd, num_bytes, secrets.randbits(32), token)
 
-    def allocate(self, num_bytes: int) -> int | None:
+    def allocate_region(self, num_bytes: int) -> int | None:
         with self._lock:
-            start = self._extents.allocate(num_bytes)
+            start = self._extents.allocate_extent(num_bytes)
         return None if start is None else start + _DATA_START
 
-    def region(self, offset: int, num_bytes: int) -> Tensor:
+    def view_region(self, offset: int, num_bytes: int) -> Tensor:
         return self._memory[offset : offset + num_bytes]
 
-    def release(self, offsets: Iterable[int]) -> None:
+    def release_regions(self, offsets: Iterable[int]) -> None:
         """The receiver has no views of these regions any more. Raises TransportError if no such region is in use."""
         with self._lock:
             for offset in offsets:
                 try:
-                    self._extents.free(offset - _DATA_START)
+                    self._extents.free_extent(offset - _DATA_START)
                 except KeyError as error:
                     raise TransportError(f"arena: the peer released {offset}, where no region is in use") from error
 
@@ -367,7 +367,7 @@ class PeerArena:
         # Offsets of regions that the sender may reuse but has not been told of.
         self.released: deque[int] = deque()
 
-    def borrow(self, offset: int, num_bytes: int, generation: int) -> Tensor:
+    def borrow_region(self, offset: int, num_bytes: int, generation: int) -> Tensor:
         """Return a region as uint8 [num_bytes]; the caller owns it until its last view is gone.
 
         Raises TransportError if the handle does not belong to this arena.
@@ -400,7 +400,7 @@ class Extents:
     def in_use(self) -> int:
         return len(self._used)
 
-    def allocate(self, num_bytes: int) -> int | None:
+    def allocate_extent(self, num_bytes: int) -> int | None:
         """Return the start of a part of at least `num_bytes`, or None if no free part is long enough."""
         size = max(1, -(-num_bytes // ALIGN_BYTES)) * ALIGN_BYTES
         for k, free in enumerate(self._sizes):
@@ -417,7 +417,7 @@ class Extents:
             return start
         return None
 
-    def free(self, start: int) -> None:
+    def free_extent(self, start: int) -> None:
         """Take a part back. Raises KeyError if no part in use starts there."""
         size = self._used.pop(start)
         k = bisect_left(self._starts, start)

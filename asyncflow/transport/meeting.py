@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "ASYNCFLOW_SHARED_MEMORY"  # environment variable: `0` sends everything over the wire
 
 
-class Hello(msgspec.Struct):
+class ChannelEnd(msgspec.Struct):
     """One end of a future channel."""
 
     host: str  # identifies boot and namespaces
@@ -79,14 +79,14 @@ class Introductions:
             Mac(key, side) for side in (("server", "client") if is_server else ("client", "server"))
         )
 
-    def seal(self, message: Hello | Capability) -> bytes:
+    def seal_message(self, message: ChannelEnd | Capability) -> bytes:
         body = msgspec.msgpack.encode(message)
-        return self._own.of(type(message).__name__.encode(), body) + body
+        return self._own.compute_proof(type(message).__name__.encode(), body) + body
 
     def open(self, data: bytes, kind: type[M]) -> M:
         """Return what the peer sent. Raises TransportError if the peer did not send it."""
         body = data[MAC_BYTES:]
-        if not self._peers.proves(data[:MAC_BYTES], kind.__name__.encode(), body):
+        if not self._peers.verify_proof(data[:MAC_BYTES], kind.__name__.encode(), body):
             raise TransportError("it does not know the job's secret")
         return msgpack_decoder(kind).decode(body)
 
@@ -108,9 +108,9 @@ class Sharing:
                 self._arena = None
                 logger.warning("channel to %s: no shared memory here (%s)", peer, error)
         arena = None if self._arena is None else self._arena.offer
-        self.hello = Hello(host, os.getpid(), arena, None if self._pipes is None else self._pipes.offer)
+        self.hello = ChannelEnd(host, os.getpid(), arena, None if self._pipes is None else self._pipes.offer)
 
-    def negotiate(self, hello: Hello) -> Capability:
+    def negotiate_sharing(self, hello: ChannelEnd) -> Capability:
         """Open what the peer offers, if possible."""
         if self._pipes is None or self.hello.arena is None or hello.arena is None or hello.pipe is None:
             return Capability("switched off")
@@ -124,7 +124,7 @@ class Sharing:
         self._peer_arena = peer_arena
         return Capability("")
 
-    def conclude(self, peers: Capability) -> HostLink | None:
+    def conclude_sharing(self, peers: Capability) -> HostLink | None:
         """Take in the peer's result; return what the two share: everything or nothing."""
         # By now the peer has mapped the arena or never will, so its descriptor is not needed any more.
         if self._arena is not None:
@@ -159,15 +159,15 @@ def open_channel(
         raise TransportError(f"channel to {peer}: another process took its place ({error})") from error
     introductions = Introductions(key, is_server=is_server)
     try:
-        _send(pair, introductions.seal(sharing.hello), timeout_s)
-        own = sharing.negotiate(introductions.open(_receive(pair, limits, timeout), Hello))
-        _send(pair, introductions.seal(own), timeout_s)
+        _send(pair, introductions.seal_message(sharing.hello), timeout_s)
+        own = sharing.negotiate_sharing(introductions.open(_receive(pair, limits, timeout), ChannelEnd))
+        _send(pair, introductions.seal_message(own), timeout_s)
         peers = introductions.open(_receive(pair, limits, timeout), Capability)
     except (TransportError, RuntimeError, *UNREADABLE) as error:
         pair.abort()
         reason = error if isinstance(error, (TransportError, *UNREADABLE)) else "the peer is gone"
         raise TransportError(f"channel to {peer}: no valid hello ({reason})") from error
-    link = sharing.conclude(peers)
+    link = sharing.conclude_sharing(peers)
     path = "shared memory" if link is not None else f"the wire ({own.obstacle or peers.obstacle})"
     logger.info("channel to %s: payloads go through %s", peer, path)
     return GlooChannel(pair, peer, limits) if link is None else PipeChannel(pair, peer, limits, link)
@@ -193,7 +193,7 @@ def _send(pair: GlooPair, body: bytes, timeout_s: float) -> None:
 def _receive(pair: GlooPair, limits: Limits, timeout: timedelta) -> bytes:
     buffer = pair.next_frame(timeout)
     body = decode_frame(buffer.numpy().data, limits).body
-    pair.reuse(buffer)
+    pair.reuse_buffer(buffer)
     return body
 
 
@@ -215,7 +215,7 @@ _MEETING_S = 60.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
-class Ask(msgspec.Struct):
+class ChannelAsk(msgspec.Struct):
     """A client's request for a channel."""
 
     channel_id: str
@@ -285,7 +285,7 @@ def ask_key(service: str) -> str:
 
 def pair_store(store: SealedStore, service: str, key: bytes) -> SealedStore:
     """Return where the two ends of the pair with this key meet."""
-    return store.under(f"channel/{service}/pair/{Mac(key, 'name').of().hex()}")
+    return store.with_prefix(f"channel/{service}/pair/{Mac(key, 'name').compute_proof().hex()}")
 
 
 def ask_for_channel(
@@ -309,7 +309,7 @@ def ask_for_channel(
         PeerRefused: the server takes no more clients.
         TransportError: `stop` was set, or another process answered.
     """
-    ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
+    ask = ChannelAsk(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
     try:
         store.queue_push(ask_key(service), msgspec.msgpack.encode(ask))
@@ -335,7 +335,7 @@ def ask_for_channel(
     return pair_key(secret, service, ask, nonce)
 
 
-def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) -> bytes:
+def accept_channel(store: SealedStore, secret: bytes, service: str, ask: ChannelAsk) -> bytes:
     """Run the server's side for one ask; returns the pair's key once the client has answered.
 
     Raises TransportError if the client vanished or does not know the secret; other clients are not affected.
@@ -357,16 +357,16 @@ def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) ->
     return pair_key(secret, service, ask, nonce)
 
 
-def refuse_channel(store: SealedStore, service: str, ask: Ask, reason: str) -> None:
+def refuse_channel(store: SealedStore, service: str, ask: ChannelAsk, reason: str) -> None:
     """Tell a client at once that it gets no channel; the client deletes the key."""
     offer = secrets.token_bytes(_NONCE_BYTES) + reason.encode()
     store.set(f"channel/{service}/{ask.channel_id}/offer", offer)
 
 
-def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> bytes:
+def pair_key(secret: bytes, service: str, ask: ChannelAsk, server_nonce: bytes) -> bytes:
     """Return a key that only the two ends of this exchange can know."""
     who = (service.encode(), ask.channel_id.encode(), ask.client.encode())
-    return Mac(secret, "channel").of(*who, ask.nonce, server_nonce)
+    return Mac(secret, "channel").compute_proof(*who, ask.nonce, server_nonce)
 
 
 def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:

@@ -41,7 +41,7 @@ from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.channel import Channel, PipeChannel, Pipes
 from asyncflow.transport.frame import FrameKind, Limits, Payload
 from asyncflow.transport.meeting import (
-    Ask,
+    ChannelAsk,
     Credentials,
     accept_channel,
     ask_for_channel,
@@ -69,7 +69,9 @@ class Call:
         payload: uint8; whoever holds a view of it owns it.
     """
 
-    def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:
+    def __init__(
+        self, channel: Channel, request_id: int, session: "ChannelSession", message: Any, payload: Tensor
+    ) -> None:
         self.session = session
         self.message = message
         self.payload = payload
@@ -81,7 +83,7 @@ class Call:
         """Whether payloads of replies go through shared memory, because the client runs on this host."""
         return self._channel.shared
 
-    def reply(self, message: Any, payload: Payload | None = None) -> None:
+    def send_reply(self, message: Any, payload: Payload | None = None) -> None:
         """Answer. A client that is gone is no error here: its session ends on its own.
 
         A client that does not read delays only payloads that go over the wire, and is cut off in the end.
@@ -93,12 +95,12 @@ class Call:
             logger.info("%s", error)
             self._channel.abort()
 
-    def refuse(self, error: AsyncFlowError) -> None:
-        self.reply(refused(error))
+    def send_refusal(self, error: AsyncFlowError) -> None:
+        self.send_reply(refused(error))
 
 
 @dataclass(frozen=True)
-class Session:
+class ChannelSession:
     """One client's channel: the unit of identity and of death."""
 
     number: int  # unique for the life of this server
@@ -111,7 +113,7 @@ class Handler(Protocol):
     def handle(self, call: Call) -> None:
         """Carry out a request and reply, or keep the call and reply later. An AsyncFlowError becomes a refusal."""
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """The client's channel ended, by goodbye or by death."""
 
 
@@ -149,7 +151,7 @@ class ChannelServer:
         self._serving: set[threading.Thread] = set()  # includes threads whose channel ended, until they exit
         self._greeting = 0
         self._closed = threading.Event()
-        self._acceptor = (threads or ServiceThreads(service)).start(self._accept, name=f"accept-{service}")
+        self._acceptor = (threads or ServiceThreads(service)).start(self._accept_clients, name=f"accept-{service}")
 
     def close(self) -> None:
         """Say goodbye to every client and stop; idempotent."""
@@ -165,7 +167,7 @@ class ChannelServer:
         except (TransportError, dist.DistError) as error:
             logger.debug("%s: %s", self._service, error)  # then the acceptor loses the store, too
         # In parallel, since each may wait for a client that does not read.
-        goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
+        goodbyes = [threading.Thread(target=channel.send_goodbye, daemon=True) for channel, _ in channels]
         for goodbye in goodbyes:
             goodbye.start()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
@@ -183,7 +185,7 @@ class ChannelServer:
         if channel is not None:
             channel.abort()
 
-    def _accept(self) -> None:
+    def _accept_clients(self) -> None:
         store: SealedStore | None = None
         broken = 0
         while True:
@@ -193,7 +195,7 @@ class ChannelServer:
                 broken = 0
                 if data == _CLOSE and self._closed.is_set():  # otherwise left over from an earlier life of this service
                     return
-                ask = msgpack_decoder(Ask).decode(data)
+                ask = msgpack_decoder(ChannelAsk).decode(data)
             except (SealBroken, *UNREADABLE) as error:
                 logger.warning("%s: a request for a channel was dropped (%s)", self._service, error)
                 continue
@@ -206,11 +208,13 @@ class ChannelServer:
                 logger.warning("%s: the job store does not answer; trying again (%s)", self._service, one_line(error))
                 continue
             try:
-                threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
+                threading.Thread(
+                    target=self._greet_client, args=(ask,), name=f"greet-{ask.client}", daemon=True
+                ).start()
             except RuntimeError as error:  # out of threads: keep accepting, the client will ask again
                 logger.warning("%s: %s was not heard: %s", self._service, ask.client, error)
 
-    def _greet(self, ask: Ask) -> None:
+    def _greet_client(self, ask: ChannelAsk) -> None:
         with self._lock:
             if self._closed.is_set():
                 return
@@ -220,16 +224,16 @@ class ChannelServer:
             self._refuse_full(ask)
             return
         try:
-            channel = self._meet(ask)
+            channel = self._open_client_channel(ask)
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
             return
         finally:
             with self._lock:
                 self._greeting -= 1
-        session = Session(next(self._numbers), ask.client)
+        session = ChannelSession(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
-        thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
+        thread = threading.Thread(target=self._serve_channel, args=(channel, session), name=name, daemon=True)
         try:
             with self._lock:
                 # Checked and registered under one lock: either `close` sees this channel, or this sees the close.
@@ -243,9 +247,9 @@ class ChannelServer:
             channel.abort()
             return
         if closed:
-            channel.goodbye()
+            channel.send_goodbye()
 
-    def _refuse_full(self, ask: Ask) -> None:
+    def _refuse_full(self, ask: ChannelAsk) -> None:
         reason = f"{self._service} is full: {self._max_clients} clients; raise max_clients (tq.max_clients of a run)"
         logger.warning("%s: %s was refused", reason, ask.client)
         try:
@@ -254,7 +258,7 @@ class ChannelServer:
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
 
-    def _meet(self, ask: Ask) -> Channel:
+    def _open_client_channel(self, ask: ChannelAsk) -> Channel:
         with self._credentials.borrowed_store() as store:
             key = accept_channel(store, self._credentials.secret, self._service, ask)
             pair = pair_store(store, self._service, key)
@@ -271,7 +275,7 @@ class ChannelServer:
                 for name in pair.list_keys():
                     pair.delete_key(name)
 
-    def _serve(self, channel: Channel, session: Session) -> None:
+    def _serve_channel(self, channel: Channel, session: ChannelSession) -> None:
         try:
             while True:
                 frame, meta, payload = channel.receive()
@@ -279,32 +283,32 @@ class ChannelServer:
                     break
                 if frame.kind is not FrameKind.REQUEST:
                     raise TransportError(f"channel to {session.client}: a reply from the asking side")
-                self._run(Call(channel, frame.request_id, session, None, payload), meta)
+                self._run_call(Call(channel, frame.request_id, session, None, payload), meta)
                 del payload  # otherwise these bytes live until the next request
         except TransportError as error:
             logger.info("%s: %s", self._service, error)
             channel.abort()
         finally:
             try:
-                self._handler.disconnected(session)
+                self._handler.handle_disconnect(session)
             finally:
                 with self._lock:
                     self._channels.pop(session.number, None)
 
-    def _run(self, call: Call, meta: bytes) -> None:
+    def _run_call(self, call: Call, meta: bytes) -> None:
         try:
             call.message = self._decoder.decode(meta)
         except UNREADABLE as error:
             logger.warning("%s: %s sent a message that cannot be read (%s)", self._service, call.session.client, error)
-            call.refuse(PeerRefused(f"a request of {call.session.client} cannot be read: {error}"))
+            call.send_refusal(PeerRefused(f"a request of {call.session.client} cannot be read: {error}"))
             return
         try:
             self._handler.handle(call)
         except AsyncFlowError as error:
-            call.refuse(error)
+            call.send_refusal(error)
         except Exception as error:  # one bad request must not end the service
             logger.exception("%s: %s failed", self._service, type(call.message).__name__)
-            call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
+            call.send_refusal(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
 
 
 class RefusedKind(StrEnum):
@@ -315,7 +319,7 @@ class RefusedKind(StrEnum):
     PENDING = "pending"
 
 
-class Refused(msgspec.Struct, tag=True):
+class CallRefused(msgspec.Struct, tag=True):
     """The one reply that every service may give: the request was not carried out, and nothing changed."""
 
     kind: RefusedKind
@@ -331,12 +335,12 @@ _ERRORS: dict[RefusedKind, type[TransportError]] = {
 }
 
 
-def refused(error: AsyncFlowError) -> Refused:
+def refused(error: AsyncFlowError) -> CallRefused:
     kind = next((kind for kind, cls in _ERRORS.items() if isinstance(error, cls)), RefusedKind.INVALID)
-    return Refused(kind, str(error))
+    return CallRefused(kind, str(error))
 
 
-def refusal(reply: Refused, service: str) -> TransportError:
+def refusal(reply: CallRefused, service: str) -> TransportError:
     """Return the error to raise for a refusal: the same type as at the service."""
     return _ERRORS[reply.kind](f"{service}: {reply.message}")
 
@@ -380,14 +384,14 @@ class ReadingTurns:
         with self.lock:
             self._over = True
             self.changed.notify_all()
-        self._ring()
+        self._ring_bell()
 
     def read_until(self, reply: "ExpectedReply", timeout_s: float | None) -> None:
         """Read, or let another thread read, until `reply` is settled or the time is up."""
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
-        while not reply.settled and self._take(reply, deadline):
+        while not reply.settled and self._take_turn(reply, deadline):
             try:
-                while not reply.settled and self._pipes.readable(deadline - time.monotonic()):
+                while not reply.settled and self._pipes.wait_readable(deadline - time.monotonic()):
                     if not self._read_one():
                         break
                     if self._waiting:
@@ -401,9 +405,9 @@ class ReadingTurns:
         """A reply has callbacks and perhaps no waiter, so the connection's own thread reads."""
         with self.lock:
             self._watched += 1
-        self._ring()
+        self._ring_bell()
 
-    def unwatch(self) -> None:
+    def remove_watcher(self) -> None:
         with self.lock:
             self._watched -= 1
 
@@ -411,7 +415,7 @@ class ReadingTurns:
         """The connection's own thread: read while callbacks are due and once the peer has ended; return at the end."""
         while not self._over:
             self._pipes.watch(self._bell)
-            rung = self._hear()
+            rung = self._clear_bell()
             with self.lock:
                 self._standing_by = True
                 while self._taken and not self._over:
@@ -428,7 +432,7 @@ class ReadingTurns:
             finally:
                 self._pass_on()
 
-    def _take(self, reply: "ExpectedReply", deadline: float) -> bool:
+    def _take_turn(self, reply: "ExpectedReply", deadline: float) -> bool:
         with self.lock:
             self._waiting += 1  # before checking the reply: its reader checks in the reverse order
             try:
@@ -449,18 +453,18 @@ class ReadingTurns:
                 self.changed.notify_all()
             watched = self._watched
         if watched:
-            self._ring()
+            self._ring_bell()
 
     def _tell_waiting(self) -> None:
         if self._waiting:
             with self.lock:
                 self.changed.notify_all()
 
-    def _ring(self) -> None:
+    def _ring_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._bell, 1)
 
-    def _hear(self) -> bool:
+    def _clear_bell(self) -> bool:
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
@@ -517,7 +521,7 @@ class ExpectedReply(Future[Any]):
         """Have `fn` called by the thread that reads the reply."""
         if not self.done():
             self._turns.watch()
-            super().add_done_callback(lambda _: self._turns.unwatch())
+            super().add_done_callback(lambda _: self._turns.remove_watcher())
         super().add_done_callback(fn)
 
 
@@ -537,7 +541,7 @@ class Connection:
 
     Args:
         client: this process's name, for messages at the service.
-        replies: msgspec type (tagged union) of the service's answers, without `Refused`.
+        replies: msgspec type (tagged union) of the service's answers, without `CallRefused`.
         limits: largest reply accepted, and whether memory is shared.
         callbacks_only: all replies have callbacks and none has a waiter, so turns would only cost time.
         timeout_s: for the service to answer, if shorter than the handshake's deadline.
@@ -562,7 +566,7 @@ class Connection:
     ) -> None:
         self.service = service
         self._client = client
-        self._decoder = msgpack_decoder(replies | Refused)
+        self._decoder = msgpack_decoder(replies | CallRefused)
         self._encoder = msgspec.msgpack.Encoder()
         with credentials.borrowed_store() as store:
             wait_s = min(credentials.timeout_s, timeout_s or credentials.timeout_s)
@@ -578,11 +582,11 @@ class Connection:
         self._turns: ReadingTurns | None = None
         if isinstance(self._channel, PipeChannel) and not callbacks_only:
             self._turns = ReadingTurns(self._channel.pipes, self._read_one)
-        self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
+        self._thread = threading.Thread(target=self._receive_replies, name=f"replies-{service}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # out of threads
-            self._fail(str(error))
+            self._fail_pending(str(error))
             raise TransportError(f"channel to {service}: {error}") from error
 
     def submit(
@@ -612,7 +616,7 @@ class Connection:
             self._pending[request_id] = future
             open_requests = len(self._pending)
         try:
-            self._channel.expect(open_requests + _SPARE_FRAMES)
+            self._channel.post_receives(open_requests + _SPARE_FRAMES)
             self._channel.send(FrameKind.REQUEST, request_id, meta, payload, timeout_s=timeout_s)
         except TransportError:
             with self._lock:
@@ -620,7 +624,7 @@ class Connection:
             raise
         return future
 
-    def call(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
+    def call_service(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
         """Send a request and wait for its reply.
 
         Raises DeadlineExceeded, and gives the channel up, without a reply within `timeout_s`; TransportError if the
@@ -631,7 +635,7 @@ class Connection:
         try:
             return awake_result(future, deadline - time.monotonic())
         except FutureTimeout as error:
-            self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
+            self._fail_pending(f"no reply to {type(message).__name__} within {timeout_s:g} s")
             raise DeadlineExceeded(
                 f"{self._client}: {self.service} gave no reply to {type(message).__name__} within {timeout_s:g} s"
             ) from error
@@ -655,12 +659,12 @@ class Connection:
             closed = self._closed.is_set()
             self._closed.set()
         if not closed:
-            self._channel.goodbye()
+            self._channel.send_goodbye()
             self._thread.join(timeout=_SEND_CLOSE_TIMEOUT_S)
-        self._fail("closed", cut=self._thread.is_alive())
+        self._fail_pending("closed", cut=self._thread.is_alive())
         self._thread.join(timeout=_SEND_CLOSE_TIMEOUT_S)
 
-    def _receive(self) -> None:
+    def _receive_replies(self) -> None:
         if self._turns is not None:
             self._turns.stand_by(self._closed.is_set)
             return
@@ -673,34 +677,34 @@ class Connection:
             if frame.kind is FrameKind.REQUEST:
                 raise TransportError(f"channel to {self.service}: a request from the serving side")
             if frame.kind is FrameKind.GOODBYE:
-                self._fail("the service closed it", cut=False)
+                self._fail_pending("the service closed it", cut=False)
                 return False
             with self._lock:
                 future = self._pending.pop(frame.request_id, None)
             if future is not None:
-                self._settle(future, meta, payload)
+                self._settle_reply(future, meta, payload)
         except TransportError as error:
-            self._fail(str(error).removeprefix(f"channel to {self.service}: "))
+            self._fail_pending(str(error).removeprefix(f"channel to {self.service}: "))
             return False
         except Exception as error:  # the boundary of a thread: waiters must hear of it
             logger.exception("channel to %s", self.service)
-            self._fail(one_line(error))
+            self._fail_pending(one_line(error))
             return False
         return True
 
-    def _settle(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
+    def _settle_reply(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
         try:
             reply = self._decoder.decode(meta)
         except UNREADABLE as error:
             future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
             # Raised as well, so that the whole channel is given up.
             raise TransportError(f"a reply could not be read ({error})") from error
-        if not isinstance(reply, Refused):
+        if not isinstance(reply, CallRefused):
             future.set_result((reply, payload))
         else:
             future.set_exception(refusal(reply, self.service))
 
-    def _fail(self, reason: str, *, cut: bool = True) -> None:
+    def _fail_pending(self, reason: str, *, cut: bool = True) -> None:
         with self._lock:
             self._closed.set()
             pending, self._pending = self._pending, {}

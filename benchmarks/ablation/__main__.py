@@ -106,11 +106,11 @@ def idle(given: Given) -> dict[str, float]:
     from benchmarks.ablation.workloads import WORKLOADS
 
     ran = launch(WORKLOADS["w4"], "async", given.directory / "w4-idle", steps=given.steps, seed=0)
-    sums = [sum(shares.values()) for shares in ran.timeline.account().values()]
+    sums = [sum(shares.values()) for shares in ran.timeline.account_by_role().values()]
     figures = {
         "actor_idle_w4": ran.idle("actor", given.skip),
         "idle_account_sum": max(sums, key=lambda total: abs(total - 1)),
-        "timeline_overhead": ran.timeline.overhead(measure_span_cost()),
+        "timeline_overhead": ran.timeline.recording_overhead(measure_span_cost()),
     }
     say_when(f"w4 async: actor idle {figures['actor_idle_w4']:.3f}, recording {figures['timeline_overhead']:.4f}")
     return figures

@@ -63,7 +63,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
     size = config.schedule.n_samples_per_prompt
     groups = []
     for group in range(config.schedule.rollout_batch_size):
-        prompt = dataset.prompt(group)
+        prompt = dataset.prompt_of_group(group)
         tokens = torch.as_tensor(prompt.tokens)
         asked = [GenerateRequest(group * size + k, tokens, seed=group * size + k) for k in range(size)]
         responses = sorted(generate(engine, asked), key=lambda one: one.index)

@@ -21,7 +21,9 @@ def step_s(
     cluster = workload.cluster
     slots, refs, ends = [0.0] * workload.slots, [0.0] * cluster.ref, [0.0]
     for step in range(1, steps + 1):
-        tokens = [lengths.tokens(index) for index in range((step - 1) * workload.samples, step * workload.samples)]
+        tokens = [
+            lengths.response_length(index) for index in range((step - 1) * workload.samples, step * workload.samples)
+        ]
         gate = ends[max(0, step - 1 - max_staleness)]
         generated = []
         for size in tokens:

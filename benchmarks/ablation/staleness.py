@@ -163,7 +163,7 @@ class _Life:
         self._tell(event, number)
 
     def _admit(self) -> None:
-        for step in self._admission.admissible():
+        for step in self._admission.admit_steps():
             groups = self._admission.groups_of(step)
             rows = [row for group in groups for row in group.rows]
             ids = [group.group for group in groups for _ in group.rows]
@@ -192,7 +192,7 @@ class _Life:
             instance.step = max(instance.step, reply.partition)
             for row in reply.rows:
                 instance.running[row] = reply, instance.version
-                takes_s = _DECODE_S * self._lengths.tokens(row) * self._chance.uniform(0.9, 1.1)
+                takes_s = _DECODE_S * self._lengths.response_length(row) * self._chance.uniform(0.9, 1.1)
                 self._after(takes_s, partial(self._finished, instance, life, row))
         elif reply.reason is NoRowsReason.NEWER_VERSION:
             instance.needs = reply.newest_version
@@ -245,7 +245,7 @@ class _Life:
             self._fire.samples += 1
             self._fire.staleness[staleness] += 1
             self._fire.violations += not 0 <= staleness <= self._schedule.staleness_bound
-        seconds = _TRAIN_S * sum(map(self._lengths.tokens, reply.rows))
+        seconds = _TRAIN_S * sum(map(self._lengths.response_length, reply.rows))
         self._after(seconds, self._next_round)
 
     def _publish(self) -> None:
@@ -253,7 +253,7 @@ class _Life:
         self._round = 0
         self._tell(OutputsWritten(_UNIT, _TRAIN, self._trained[self.version], [], [], 0))
         self._tell(PublishVersion(self.version))
-        self._admission.published(self.version)
+        self._admission.note_published(self.version)
         self._admit()
         for instance in self._instances:
             delay_s, life, version = self._chance.expovariate(5), instance.life, self.version

@@ -102,7 +102,7 @@ def roll_out(family: str, *, tools: bool, append_only: bool, num_turns: int, see
         tally.num_turns += converse(
             session, engine, random, turns=TURNS_A_ROLLOUT, append_only=append_only, tools=tools
         )
-        samples = session.samples()
+        samples = session.collect_samples()
         tally.num_rollouts += 1
         tally.num_samples += len(samples)
         tally.ids_changed += count_changed(engine.door, samples)

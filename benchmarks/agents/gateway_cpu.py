@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.agents.service import Service
-from workers.agents.wire import Begin, Draw, Drawn, FromService, Ready, Setup, ToService
+from workers.agents.wire import Begin, Draw, Drawn, FromService, ServiceReady, Setup, ToService
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SESSIONS = 32
@@ -46,7 +46,7 @@ async def _measure() -> dict[str, float]:
             num_workers=0, scratch=directory + "/scratch",
         )  # fmt: skip
         service = Service(engine, setup)
-        serving = asyncio.create_task(service.serve())
+        serving = asyncio.create_task(service.serve_engine())
         port = await engine.port
         while len(service._keys) < _SESSIONS:  # its agents are elsewhere, and no worker tells them their keys
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ class _Engine:
 
     def send(self, message: FromService) -> None:
         match message:
-            case Ready(port=port):
+            case ServiceReady(port=port):
                 self.port.set_result(port)
             case Draw(call=call):
                 if self.num_turns == _SESSIONS * _WARM_UP_TURNS:

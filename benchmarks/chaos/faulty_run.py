@@ -188,7 +188,7 @@ class FaultyRun:
             client = connect_store(job["store_host"], job["store_port"], timeout)
             self._store = SealedStore(client, bytes.fromhex(job["secret"]))
         key = f"status/{gang}/{rank}"
-        status: dict[str, Any] = json.loads(self._store.look([key]).get(key, "{}"))
+        status: dict[str, Any] = json.loads(self._store.get_existing([key]).get(key, "{}"))
         return status
 
     def pid(self, gang: str, rank: int = 0) -> int:

@@ -91,7 +91,7 @@ def _batch() -> Sequences:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, (GROUPS, PROMPT), generator=generator)
     responses = [torch.randint(3, VOCABULARY, (size,), generator=generator) for size in lengths()]
-    return Sequences.of([prompt for prompt in prompts for _ in range(SAMPLES)], responses)
+    return Sequences.from_turns([prompt for prompt in prompts for _ in range(SAMPLES)], responses)
 
 
 def _pass(engine: FsdpEngine) -> None:

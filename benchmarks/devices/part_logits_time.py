@@ -52,8 +52,8 @@ def _micro_batches(layers: int) -> dict[str, Callable[[], None]]:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
     tokens = torch.randint(VOCABULARY, (SAMPLES, PROMPT + RESPONSE)).unbind()
-    batch = Sequences.of([row[:PROMPT] for row in tokens], [row[PROMPT:] for row in tokens])
-    packed = PackedInputs.of(batch, torch.device("cpu"))
+    batch = Sequences.from_turns([row[:PROMPT] for row in tokens], [row[PROMPT:] for row in tokens])
+    packed = PackedInputs.from_batch(batch, torch.device("cpu"))
 
     def before() -> None:
         log_probs_A, _ = of_logits(response_logits(model, packed), packed.targets_A, 1.0)

@@ -64,7 +64,9 @@ def run(lab: Lab) -> dict[str, float]:
 
         def packed() -> None:
             for cut in cuts:
-                engine.forward_backward(Sequences.of([prompts[i] for i in cut], [responses[i] for i in cut]), loss)
+                engine.forward_backward(
+                    Sequences.from_turns([prompts[i] for i in cut], [responses[i] for i in cut]), loss
+                )
             engine.zero_grad()
 
         seconds = median_seconds({"padded": padded, "packed": packed}, lab.rounds)

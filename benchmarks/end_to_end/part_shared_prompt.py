@@ -56,11 +56,11 @@ def _measure(alone: FsdpEngine, shared: FsdpEngine, shape: tuple[int, int, int],
 
     def per_sample() -> None:
         for each in responses:
-            alone.forward_backward(Sequences.of([tokens], [each]), loss)
+            alone.forward_backward(Sequences.from_turns([tokens], [each]), loss)
         alone.zero_grad()
 
     def together(engine: FsdpEngine) -> None:
-        engine.forward_backward(Sequences.of([tokens] * count, responses), loss)
+        engine.forward_backward(Sequences.from_turns([tokens] * count, responses), loss)
         engine.zero_grad()
 
     ways = {"per_sample": per_sample, "packed": lambda: together(alone), "shared": lambda: together(shared)}

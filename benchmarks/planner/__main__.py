@@ -95,7 +95,7 @@ def choice(given: Given) -> dict[str, float]:
     values["roles"] = {"rollout": 8, "actor": 4, "ref": 2}
     values["algorithm"] = {"kl_coef": 0.001}
     config = RunConfig.model_validate(with_data(values))
-    plan = open_planner(config, devices=_DEVICES, device=None).plans()[0]
+    plan = open_planner(config, devices=_DEVICES, device=None).find_plans()[0]
     planned = _split(plan.config.roles)
     say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
     actors = [number for number in range(1, _DEVICES - 1) if with_ranks(config, {"actor": number})]
@@ -133,7 +133,7 @@ def speed(given: Given) -> dict[str, float]:
         config = load_config(recipe, overrides=[*overrides, "sim.mean_tokens=2000", "sim.sigma=0.8"])
         began = time.process_time()
         planner = open_planner(config, devices=devices, device="ascend-910b")
-        plans = planner.plans()
+        plans = planner.find_plans()
         planner.one_more(plans[0])
         figures[f"plan_{devices}_s"] = time.process_time() - began
         say(f"speed: {devices} devices: {plans[0].roles_text}, {plans[0].step_s:.1f} s a step")

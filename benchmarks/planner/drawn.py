@@ -80,7 +80,9 @@ def with_data(values: dict[str, Any]) -> dict[str, Any]:
 def predicted_s(values: dict[str, Any], *, skip: int) -> float:
     """Return the planner's step time (s)."""
     config = RunConfig.model_validate(with_data(values))
-    return simulate(Scenario.of(config, Times.of_sim(config, prompt_tokens=0)), steps=config.steps).step_s(skip)
+    return simulate(Scenario.from_config(config, Times.of_sim(config, prompt_tokens=0)), steps=config.steps).step_s(
+        skip
+    )
 
 
 def run(values: dict[str, Any], directory: Path) -> Ran:

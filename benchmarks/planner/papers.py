@@ -56,7 +56,7 @@ def predict(
         for devices in sizes:
             planner = open_planner(config, devices=devices, device=_DEVICE)
             try:
-                plans = planner.plans()
+                plans = planner.find_plans()
             except ConfigError as error:
                 say(f"papers: {name}, {devices} devices: {error}")
                 continue
@@ -125,7 +125,7 @@ def _one_to_four(config: RunConfig) -> dict[str, float]:
     planner = open_planner(config, devices=_PERIODIC, device=_DEVICE)
     fits: list[tuple[float, RunConfig]] = []
     roles = {"rollout": generating, "actor": _PERIODIC - generating}
-    for layout in planner.layouts():
+    for layout in planner.model_layouts():
         divided = _with(with_changes(_tri_model(config), layout), ScheduleMode.PERIODIC, roles)
         try:
             check_batch_sizes(divided)

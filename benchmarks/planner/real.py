@@ -65,7 +65,7 @@ def predict_and_run(
         lengths=directory / "lengths",
         profile=directory / "profile.json",
     )
-    predicted_s = simulate(planner.scenario(config), steps=steps).step_s(skip)
+    predicted_s = simulate(planner.make_scenario(config), steps=steps).step_s(skip)
     say(f"real {name}: predicted {predicted_s:.3f} s")
     measured_s = launch([name, *sets, "--steps", str(steps)], directory / "run").step_s(skip)
     say(f"real {name}: measured {measured_s:.3f} s, error {predicted_s / measured_s - 1:+.3f}")

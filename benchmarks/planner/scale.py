@@ -41,7 +41,7 @@ from tq.columns import Column
 from weightsync.agent.agent_service import WeightAgent
 from weightsync.agent.agent_state import AgentState, Pull
 from weightsync.config import WeightSyncConfig
-from weightsync.messages import Held, OpenPlan, Reply, SealBuckets, TakeSlot, WatchPeer
+from weightsync.messages import HeldVersion, OpenPlan, Reply, SealBuckets, TakeSlot, WatchPeer
 from weightsync.plan import Box, ShardSpec, TransferPlan, plan_transfer
 from weightsync.version import Version
 
@@ -212,7 +212,7 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
 
         def beat(rank: int) -> None:
             client.set(f"status/rollout-{rank}/0", json.dumps(said | {"time": time.time()}))
-            client.look(["phase"])
+            client.get_existing(["phase"])
 
         def all_beat() -> None:
             for rank in range(ranks):
@@ -229,7 +229,9 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
         turns = 10
         before, looked = time.process_time(), 0.0
         for _ in range(turns):
-            looked += _cpu_s(child.pid, lambda: watch.look(_statuses(client, places), workers=workers, now=1.0))
+            looked += _cpu_s(
+                child.pid, lambda: watch.find_stuck_ranks(_statuses(client, places), workers=workers, now=1.0)
+            )
         seen = (time.process_time() - before) / turns / ranks
         gangs = tuple(GangSpec(name, "rollout", 0, 1, ("npu:0",)) for name, _ in places)
         picture = RunStatus(Path("run"), 0.0, gangs, _statuses(client, places), restarts=RestartLog())
@@ -244,8 +246,8 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
 
 def _statuses(client: SealedStore, places: list[tuple[str, int]]) -> dict[tuple[str, int], Status]:
     keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in places}
-    # As `JobStore.statuses`, whose server would be in this process.
-    return {keys[key]: Status.from_json(json.loads(said)) for key, said in client.look(list(keys)).items()}
+    # As `JobStore.read_statuses`, whose server would be in this process.
+    return {keys[key]: Status.from_json(json.loads(said)) for key, said in client.get_existing(list(keys)).items()}
 
 
 def _serve_store(pipe: Any) -> None:
@@ -255,7 +257,7 @@ def _serve_store(pipe: Any) -> None:
 
 
 def _plan() -> TransferPlan:
-    spec = ShardSpec("weights", (BUCKETS * 256,), "float32", Box.whole((BUCKETS * 256,)))
+    spec = ShardSpec("weights", (BUCKETS * 256,), "float32", Box.from_shape((BUCKETS * 256,)))
     plan = plan_transfer([[spec]], bucket_bytes=1024, dtype="float32")
     assert len(plan.buckets) == BUCKETS, f"{len(plan.buckets)} buckets"
     return plan
@@ -279,7 +281,7 @@ def _told(peers: int) -> float:
             connections.append(Connection(credentials, _AGENT, f"peer-{number}", Reply, timeout_s=60.0))
         trainer, others = connections[0], connections[1:]
         plan = _plan()
-        trainer.call(OpenPlan(plan.encode()), timeout_s=60.0)
+        trainer.call_service(OpenPlan(plan.encode()), timeout_s=60.0)
 
         def watch(other: Connection, revision: int) -> "Future[tuple[Any, Tensor]]":
             return other.submit(WatchPeer(revision), timeout_s=60.0)
@@ -287,11 +289,11 @@ def _told(peers: int) -> float:
         asked = [watch(other, 0) for other in others]
 
         def publish(version: Version) -> None:
-            trainer.call(TakeSlot(0, version, plan.digest(), 60.0), timeout_s=60.0)
+            trainer.call_service(TakeSlot(0, version, plan.digest(), 60.0), timeout_s=60.0)
             for bucket in range(BUCKETS):
                 revisions = [future.result(60.0)[0].revision for future in asked]
                 asked[:] = [watch(other, revision) for other, revision in zip(others, revisions, strict=True)]
-                trainer.call(SealBuckets(0, version, {bucket: bucket}), timeout_s=60.0)
+                trainer.call_service(SealBuckets(0, version, {bucket: bucket}), timeout_s=60.0)
 
         publish(Version(0, 1))
         return _cpu_s(child.pid, lambda: publish(Version(0, 2))) / BUCKETS / peers
@@ -317,13 +319,13 @@ def _heard(peers: int) -> float:
     took: list[float] = []
     for there in range(8, BUCKETS, 16):
         for number in range(peers):
-            held = Held(version, plan.digest(), {bucket: bucket for bucket in range(there)})
+            held = HeldVersion(version, plan.digest(), {bucket: bucket for bucket in range(there)})
             began = time.process_time()
             pulls = [each for each in state.peer_has(f"peer-{number}", [held]) if isinstance(each, Pull)]
             took.append(time.process_time() - began)
             while pulls:
                 pull = pulls.pop()
-                more = state.pulled(pull.peer, version, pull.bucket, pull.bucket)
+                more = state.end_pull(pull.peer, version, pull.bucket, pull.bucket)
                 pulls += [each for each in more if isinstance(each, Pull)]
     return sum(took) / len(took)
 

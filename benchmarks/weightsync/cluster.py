@@ -179,7 +179,7 @@ class Cluster:
 
     def _proof(self, version: Version) -> list[int] | None:
         keys = [proof_key(version, rank) for rank in range(self.setup.num_ranks)]
-        proofs = self._proofs.look(keys)
+        proofs = self._proofs.get_existing(keys)
         return [int(proofs[key]) for key in keys] if len(proofs) == len(keys) else None
 
 

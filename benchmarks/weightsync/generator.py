@@ -86,11 +86,11 @@ class NotingMember(BroadcastMember):
 
     came: Version | None = None
 
-    def receive(
+    def receive_version(
         self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
     ) -> None:
         """See `BroadcastMember`."""
-        super().receive(transfer, layout, target, timeout_s=timeout_s)
+        super().receive_version(transfer, layout, target, timeout_s=timeout_s)
         self.came = transfer.version
 
 

@@ -50,7 +50,7 @@ class GrpoUpdates:
     def _response(self, step: int) -> PackedBatch:
         schedule = self._config.schedule
         size, first = schedule.n_samples_per_prompt, step * schedule.rollout_batch_size
-        prompts = [self._prompts.prompt(first + k // size) for k in range(schedule.rollout_batch_size * size)]
+        prompts = [self._prompts.prompt_of_group(first + k // size) for k in range(schedule.rollout_batch_size * size)]
         self._generator.load_weights(_by_name(self.shards()))
         offset = first * size
         requests = [GenerateRequest(k, prompt.tokens, seed=offset + k) for k, prompt in enumerate(prompts)]

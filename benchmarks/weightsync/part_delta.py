@@ -93,7 +93,7 @@ class _Versions:
         self._regions.reverse()
         for shard in shards:
             number = self._plan.names.index(shard.name)
-            self._regions[0].tensor(number).copy_(shard.values.detach().reshape(shard.shape))
+            self._regions[0].view_tensor(number).copy_(shard.values.detach().reshape(shard.shape))
 
     def compare(self) -> dict[str, float]:
         """Encode, apply, copy every bucket, with one thread, as an agent does."""

@@ -36,13 +36,13 @@ class Spans:
 
     def record_checksums(self, name: str) -> None:
         """Record every bucket that this process takes a checksum of, for sealing and for checking."""
-        checksum = Region.checksum
+        checksum = Region.bucket_checksum
 
         def recorded(region: Region, bucket: Bucket) -> int:
             with self.span(f"{name} bucket {bucket.index}"):
                 return checksum(region, bucket)
 
-        Region.checksum = recorded  # type: ignore[method-assign, assignment]
+        Region.bucket_checksum = recorded  # type: ignore[method-assign, assignment]
 
     def take(self) -> list[Span]:
         """Return what was recorded, and forget it."""

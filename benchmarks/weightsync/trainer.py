@@ -35,10 +35,10 @@ class SwitchedBroadcaster(Broadcaster):
 
     on = False
 
-    def run(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
+    def broadcast_version(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
         """See `Broadcaster`."""
         if self.on:
-            super().run(version, cast, stop=stop)
+            super().broadcast_version(version, cast, stop=stop)
 
 
 _damages: list[None] = []
@@ -47,7 +47,7 @@ _damages: list[None] = []
 
 def _damage_on_the_way() -> None:
     """Have a byte of a bucket change behind its checksum, as often as is ordered."""
-    stamp = BucketLayout.stamp
+    stamp = BucketLayout.stamp_trailer
 
     def damaging(bucket: BucketLayout, words: torch.Tensor, version: Version) -> None:
         stamp(bucket, words, version)
@@ -55,7 +55,7 @@ def _damage_on_the_way() -> None:
             _damages.pop()
             words.view(torch.uint8)[7] ^= 4
 
-    BucketLayout.stamp = damaging  # type: ignore[assignment, method-assign]
+    BucketLayout.stamp_trailer = damaging  # type: ignore[assignment, method-assign]
 
 
 class TrainerRank:

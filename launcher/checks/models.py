@@ -59,7 +59,7 @@ def check_models(config: RunConfig) -> Models:
     check_positions(config)
     _check_tensor_parallel(config)
     num_parameters, reward = count_parameters(path), config.reward.model
-    sizes = ModelSizes.of(read_model_config(path), num_parameters)
+    sizes = ModelSizes.from_config(read_model_config(path), num_parameters)
     return Models(
         num_parameters,
         0 if reward is None else count_parameters(Path(reward.path)),
@@ -83,7 +83,7 @@ def check_megatron(config: RunConfig) -> None:
     of_ref = config.ref.engine == "megatron" and roles.keys() & {"ref", "actor_fwd"}
     if actor.engine != "megatron" and not of_ref:
         return
-    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    model = DenseModel.from_config(read_model_config(Path(config.model.path)))
     if of_ref:
         check_division(model, config.ref.megatron, section="ref")
     if actor.engine == "megatron":

@@ -160,7 +160,7 @@ class _Room:
     def free(self) -> int:
         return self.count - self.used
 
-    def take(self, number: int) -> list[tuple[int, int]]:
+    def take_devices(self, number: int) -> list[tuple[int, int]]:
         """Return (node, device) of `number` devices, or of all that are left."""
         first, self.used = self.used, min(self.used + number, self.count)
         return [(self.node, device) for device in range(first, self.used)]
@@ -187,7 +187,7 @@ def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> G
         raise _no_room(gang, rooms, devices)
     places: list[tuple[int, int]] = []
     for room in able:
-        places += room.take(number - len(places))
+        places += room.take_devices(number - len(places))
     names = tuple(f"{devices.kind}:{device}" for _, device in places)
     return replace(gang, devices=names, nodes=tuple(node for node, _ in places[: gang.num_ranks]))
 

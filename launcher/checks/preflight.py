@@ -174,7 +174,7 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
         rows = read_data(data, own_rollout=own)
         return len(rows), rows
     with TaskSource(data, seed=config.seed, own_rollout=own) as source:
-        return source.size, source.tried()
+        return source.size, source.trial_rows()
 
 
 def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt | None:

@@ -169,7 +169,7 @@ def _prove(asked: Sequence[Sequence[Any]], *, key: str) -> list[dict[str, str | 
     )
     try:
         pool.until_ready()
-        found: list[dict[str, str | None]] = pool.call(asked, on="a small model")
+        found: list[dict[str, str | None]] = pool.call_and_wait(asked, on="a small model")
     except UserCodeFailed as error:
         raise ConfigError(str(error)) from error
     finally:

@@ -90,7 +90,7 @@ def check_rollout_code(config: RunConfig) -> None:
     )
     try:
         pool.until_ready()
-        for what in pool.call(on="the renderer"):
+        for what in pool.call_and_wait(on="the renderer"):
             then = "each turn begins a new sample" if what.startswith("bridge") else "the policy's calls stay text"
             logger.warning("model.renderer: %s cannot %s: %s", config.model.renderer or "the template", what, then)
     finally:
@@ -136,8 +136,8 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
                 group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "
-            f"correct the function: it must score any response"
+            f"{error} (a trial call with {row.describe_place(config.data)}: its prompt, and its ground truth as the "
+            f"response); correct the function: it must score any response"
         ) from error
 
 
@@ -172,13 +172,13 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
         "stall_timeout_s": own.stall_timeout_s,
         "templates": msgspec.to_builtins(config.data.templates),
     }
-    about = f"(a trial rollout of {row.where(config.data)}, whose every reply is its ground truth)"
+    about = f"(a trial rollout of {row.describe_place(config.data)}, whose every reply is its ground truth)"
     entry = Entry("workers.agents.agent_checks:trial", {"setup": setup})
     pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
     try:
         pool.until_ready()
         began = time.monotonic()
-        found = pool.call(row.task, row.ground_truth, on=row.where(config.data))
+        found = pool.call_and_wait(row.task, row.ground_truth, on=row.describe_place(config.data))
         late = time.monotonic() - began >= limit_s
     except UserCodeFailed as error:
         raise ConfigError(str(error)) from error

@@ -152,8 +152,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
 
         run_dir = run_dir or newest_run("RUN_DIR", "name a run directory")
         timeline = RunTimeline.read(run_dir)
-        account = timeline.account()
-        chart = GanttChart.of(timeline, account, title=run_dir.name)
+        account = timeline.account_by_role()
+        chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
         directory = run_dir / TIMELINE
         (directory / "trace.json").write_text(chrome_trace(timeline))
         (directory / "gantt.html").write_text(gantt_html(chart, width=width))
@@ -206,7 +206,7 @@ def plan_command(
         planner = open_planner(
             loaded, devices=devices, device=device, objective=objective, lengths=lengths, profile=profile
         )
-        plans = planner.plans()
+        plans = planner.find_plans()
         more = planner.one_more(plans[0])
         if timeline is not None:
             write_timeline(plans[0], timeline, title=f"{loaded.name}, planned: {plans[0].roles_text}")

@@ -65,8 +65,8 @@ def launch(
             place=place,
         )
         if not place.is_head and not dry_run:
-            sys.exit(request.follow().start())
-        accepted = request.accept()
+            sys.exit(request.accept_node().start())
+        accepted = request.accept_run()
         accepted.check_here()
         if dry_run:
             click.echo(accepted.describe())

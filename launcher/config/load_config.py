@@ -227,7 +227,7 @@ class Origins:
     file: YamlFile
     options: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, keys: Sequence[str | int]) -> str:
+    def format_origin(self, keys: Sequence[str | int]) -> str:
         """Return ` (file:line)` or ` (from --set ...)`, or "" if unknown."""
         for depth in range(len(keys), 0, -1):
             option = self.options.get(".".join(str(key) for key in keys[:depth]))
@@ -282,10 +282,10 @@ def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
         return _unknown_algorithm(value, origins)
     if kind in ("extra_forbidden", "invalid_key"):
         hint = _algorithm_hint(algorithm, str(keys[-1])) if algorithm and len(keys) == 2 else _key_hint(keys)
-        return f"{name}: unknown key{origins.of(keys)}; {hint}"
+        return f"{name}: unknown key{origins.format_origin(keys)}; {hint}"
     advice = _ADVICE.get(kind) or as_advice(detail["msg"])
     near = _nearest_choice(value, detail)
-    return f"{name}: {reprlib.repr(value)} cannot be used{origins.of(keys)}; {advice}{near}"
+    return f"{name}: {reprlib.repr(value)} cannot be used{origins.format_origin(keys)}; {advice}{near}"
 
 
 def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:
@@ -324,13 +324,13 @@ def _leaf(name: str) -> str:
 
 def _unknown_algorithm(section: Any, origins: Origins) -> str:
     if not isinstance(section, Mapping):
-        where = origins.of((_ALGORITHM,))
+        where = origins.format_origin((_ALGORITHM,))
         return (
             f"algorithm: {reprlib.repr(section)} cannot be used{where}; give a section of `key: value` lines, whose "
             f"name is one of {' '.join(ALGORITHMS)} or module:Class"
         )
-    given, where = section["name"], origins.of((_ALGORITHM, "name"))
-    return f"algorithm.name: {given!r} cannot be used{where}; {NAMES.refusal(str(given))}"
+    given, where = section["name"], origins.format_origin((_ALGORITHM, "name"))
+    return f"algorithm.name: {given!r} cannot be used{where}; {NAMES.explain_unknown(str(given))}"
 
 
 def _algorithm_hint(algorithm: str, key: str) -> str:
@@ -579,7 +579,7 @@ def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[s
         for index, (value, kept) in enumerate(zip(given, resolved, strict=False)):
             _refuse_surprises(value, kept, origins, (*keys, index))
     else:
-        name, where = ".".join(str(key) for key in keys), origins.of(keys)
+        name, where = ".".join(str(key) for key in keys), origins.format_origin(keys)
         if isinstance(given, bool) and not isinstance(resolved, bool):
             raise ConfigError(f"{name}: {str(given).lower()} is not a number{where}; give a number")
         if isinstance(resolved, float) and not math.isfinite(resolved):

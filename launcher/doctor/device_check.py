@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import UserCodeFailed, size_text
 from asyncflow.job import LOOPBACK
-from launcher.doctor.findings import Check, Facts, Needs, Size, error, fatal, ok, reason, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, Size, error, fatal, ok, reason, warning
 from launcher.doctor.software import installed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee
@@ -232,16 +232,16 @@ def swap_weights(needs: Needs) -> Facts:
         writer = ShardWriter(plan, 0)
         copies = ShardCopies(writer, device=device, timeline=NoTimeline())
         began = time.monotonic()
-        copies.run(Version(0, 1), writer.target(slot), list(engine.shards()))
+        copies.start_copies(Version(0, 1), writer.target(slot), list(engine.shards()))
         copies.wait()
         sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8})
         hf = HfEngine(model, ModelConfig(path=str(model), dtype="float32"), sampling=sampling, device=device)
-        views = Region(slot, writer.layout).views(match_needs(plan, hf.weight_needs()))
+        views = Region(slot, writer.layout).view_matched(match_needs(plan, hf.weight_needs()))
         hf.load_weights(views)
         seconds = time.monotonic() - began
         prompt = torch.arange(3, 8)
         drawn = list(generate(hf, [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(8)]))
-        ours = engine.log_probs(Sequences.of([prompt] * 8, [one.response_R for one in drawn])).cpu()
+        ours = engine.log_probs(Sequences.from_turns([prompt] * 8, [one.response_R for one in drawn])).cpu()
         apart = float((ours - torch.cat([one.log_probs_R for one in drawn])).abs().max())
         copies.close()
     engines = "the generating engine's log-probabilities are"
@@ -269,34 +269,34 @@ def measure_memory(needs: Needs) -> Facts:
 _HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
 _SEND, _STAGED = "send us this report", "use weightsync.path=staged; send this report"
 CHECKS = (
-    Check(VERSIONS, list_versions, (), "{said}", 60, _HANGS),
-    Check(CONTEXTS, use_from_threads, (
+    MachineCheck(VERSIONS, list_versions, (), "{said}", 60, _HANGS),
+    MachineCheck(CONTEXTS, use_from_threads, (
         error(lambda f: f.taken > 2**26, "a process that uses {last} took {taken} of {first}",
               f"{_SEND}: a thread uses a device that is not its own"),
     ), "{said}", 120, _HANGS),
-    Check(COPIES, measure_copies, (
+    MachineCheck(COPIES, measure_copies, (
         fatal("wrong", "other bytes came back through memory that is {wrong}", _SEND),
         ok("said", "{said}"),
         warning(lambda f: f.device == "cuda" and not f.locked, "shared memory cannot be page-locked",
                 "ulimit -l unlimited"),
     ), "{said}", 60, _HANGS),
-    Check(COLLECTIVES, try_collectives, (
+    MachineCheck(COLLECTIVES, try_collectives, (
         fatal("missing", "{missing} of {ranks} ranks did not answer ({last})", _SEND),
         ok("fine", "{ranks} ranks, ms of {size}: {fine}"),
         error("failed", "{name} ({users}): {why}", _SEND),
     ), "{fine}", 90, _HANGS),
-    Check(DEAD, kill_receiver, (
+    MachineCheck(DEAD, kill_receiver, (
         fatal("died", "the sender died with its receiver ({died})", _STAGED),
         fatal("what", "the sender {what} ({one})", _STAGED),
         warning("stuck", "{said}; but its group cannot be aborted", "send this report"),
     ), "{said}", 90, _HANGS),
-    Check(UPDATE, compare_updates, (
+    MachineCheck(UPDATE, compare_updates, (
         error("wrong", "{said}", "the device computes something else; send this report"),
     ), "{said}", 60, _HANGS),
-    Check(SWAP, swap_weights, (
+    MachineCheck(SWAP, swap_weights, (
         error(lambda f: not f.apart < _CLOSE["float32"], "{said}", "weights are lost on their way; send this report"),
     ), "{said}", 60, _HANGS),
-    Check(MEMORY, measure_memory, (
+    MachineCheck(MEMORY, measure_memory, (
         warning(lambda f: abs(f.apart) > _ESTIMATED, "{said}", f"{_SEND}: --dry-run refuses by this estimate"),
     ), "{said}", 90, _HANGS),
 )  # fmt: skip
@@ -316,7 +316,7 @@ def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, li
     engine = FsdpEngine(_quickstart(), actor=actor, temperature=1.0, device=device, seed=0)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 12, (8, 24), generator=generator)
-    batch = Sequences.of([tokens[0, :8]] * 8, list(tokens[:, 8:]))
+    batch = Sequences.from_turns([tokens[0, :8]] * 8, list(tokens[:, 8:]))
     norms, began = [], time.monotonic()
     for _ in range(2):
         engine.forward_backward(batch, lambda log_probs, _: -log_probs.sum())
@@ -431,7 +431,7 @@ def write_model(path: Path, *, large: bool = False) -> ModelSizes:
     model: Any = Qwen2ForCausalLM(config)
     model.save_pretrained(path)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sizes = ModelSizes.of(json.loads((path / "config.json").read_text()), parameters)
+    sizes = ModelSizes.from_config(json.loads((path / "config.json").read_text()), parameters)
     assert sizes is not None
     return sizes
 
@@ -442,7 +442,7 @@ def random_batch() -> "Sequences":
     from workers.rows.packed_rows import Sequences
 
     tokens_NT = torch.randint(2, 1000, (SAMPLES, PROMPT + RESPONSE))
-    return Sequences.of(list(tokens_NT[:, :PROMPT]), list(tokens_NT[:, PROMPT:]))
+    return Sequences.from_turns(list(tokens_NT[:, :PROMPT]), list(tokens_NT[:, PROMPT:]))
 
 
 def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int, **settings: Any) -> Parts:

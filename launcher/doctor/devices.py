@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
 from launcher.checks.placement import find_devices
-from launcher.doctor.findings import Check, Facts, Needs, Size, error, fatal, ok, reason, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, Size, error, fatal, ok, reason, warning
 from launcher.doctor.network import between_nodes
 from launcher.doctor.software import DRIVER
 
@@ -51,7 +51,7 @@ def try_devices(needs: Needs) -> Facts:
     }  # fmt: skip
 
 
-DEVICES = Check(
+DEVICES = MachineCheck(
     "devices", try_devices, (
         fatal("unimportable", "torch cannot be imported ({unimportable})",
               "python -c 'import torch' shows all of it; the README says which build fits which device"),
@@ -96,7 +96,7 @@ def _group(backend: str, where: str, why: str, advice: str) -> Facts:
 
 _LOOPBACK_REMEDY = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
 _NAME_IT = f"export {GLOO_INTERFACE}=NAME of an interface in `ip addr` that is up"
-GROUPS = Check(
+GROUPS = MachineCheck(
     "groups", try_groups, (error("failed", "no group over {what} ({why})", "{advice}"),),
     "all-reduce between two ranks works ({tried})",
     60, "a firewall swallows packets: iptables -L; or the driver hangs: nvidia-smi",

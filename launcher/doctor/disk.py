@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.errors import TransportError
-from launcher.doctor.findings import Check, Facts, Needs, Size, error, fatal, reason, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, Size, error, fatal, reason, warning
 
 if TYPE_CHECKING:
     from asyncflow.transport.frame import Arena
@@ -72,7 +72,7 @@ def look_at_open_files(needs: Needs) -> Facts:
     }  # fmt: skip
 
 
-OPEN_FILES = Check(
+OPEN_FILES = MachineCheck(
     "open files", look_at_open_files, (
         fatal(lambda f: f.hard < f.wanted,
               "a process may open {hard} files and nobody may raise that; the run opens up to {wanted}",
@@ -106,7 +106,7 @@ def look_at_threads(needs: Needs) -> Facts:
 
 
 _FEW_THREADS = "{whose} leaves room for {room} more threads{known}"
-PROCESSES = Check(
+PROCESSES = MachineCheck(
     "processes", look_at_threads, (
         # Measured runs have 0.5 to 0.65 of the estimated threads, so a limit in between may do.
         fatal(lambda f: f.left < f.threads // 2, _FEW_THREADS, "{advice}"),
@@ -134,7 +134,7 @@ def look_at_memory(needs: Needs) -> Facts:
     }  # fmt: skip
 
 
-MEMORY = Check(
+MEMORY = MachineCheck(
     "memory", look_at_memory, (
         fatal(lambda f: f.total < f.wanted, "{free} of {total} free{takes}", "{advice}"),
         warning(lambda f: f.free < _TIGHT * f.wanted, "{free} of {total} free{takes}, without activations and caches",
@@ -267,7 +267,7 @@ def look_at_disk(needs: Needs) -> Facts:
 
 _ELSEWHERE = "choose another place with --run-dir"
 _SHARE = "--run-dir DIR on NFS, Lustre or the like"
-DISK = Check(
+DISK = MachineCheck(
     "disk", look_at_disk, (
         fatal("unwritable", "{kind} cannot be written: {unwritable}", "{elsewhere}"),
         error("unable", "{kind} cannot {ability} ({why}), which keeps checkpoints whole", _ELSEWHERE),
@@ -398,7 +398,7 @@ def look_at_sharing(needs: Needs) -> Facts:
 
 
 _ONE_CONTAINER = "run all of it as one user in one container, with /proc mounted and no sandbox that hides /proc/PID/fd"
-SHARED_MEMORY = Check(
+SHARED_MEMORY = MachineCheck(
     "shared memory", look_at_sharing, (
         error("own", "no shared memory can be made ({own})",
               "ulimit -v unlimited; ulimit -f unlimited; in a container, a seccomp profile that allows memfd_create"),

@@ -17,7 +17,7 @@ import msgspec
 
 from asyncflow.errors import ConfigError, size_text
 from launcher.doctor import devices, disk, network, software
-from launcher.doctor.findings import RESOLVE, Check, Finding, Level, Needs, Order, reason
+from launcher.doctor.findings import RESOLVE, Finding, Level, MachineCheck, Needs, Order, reason
 from workers.calls.user_function import Callee
 
 CHECKS = (
@@ -47,9 +47,9 @@ def examining(order: Mapping[str, Any], needs: Mapping[str, Any] | None) -> Call
     return Callee(lambda name: first if name == RESOLVE else checks[name].run(first.needs))
 
 
-def checks_of(registry: str) -> tuple[Check, ...]:
+def checks_of(registry: str) -> tuple[MachineCheck, ...]:
     module, _, name = registry.partition(":")
-    checks: tuple[Check, ...] = getattr(importlib.import_module(module), name)
+    checks: tuple[MachineCheck, ...] = getattr(importlib.import_module(module), name)
     return checks
 
 
@@ -86,7 +86,7 @@ def _needs_of_run(order: Order) -> tuple[Needs, tuple[str, ...]]:
     if order.num_nodes > 1:
         # Several nodes need a run directory to meet in; this one is never created.
         place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")
-    accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept()
+    accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept_run()
     files = weight_files(Path(accepted.checked.config.model.path))
     model_bytes = sum(file.stat().st_size for file in files)
     needs = needs_of(accepted, model_bytes=model_bytes, num_nodes=order.num_nodes)

@@ -150,7 +150,7 @@ fatal = partial(Rule, Level.ERROR, ends=True)
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One check of the machine.
 
     Attributes:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from asyncflow.errors import ConfigError
 from asyncflow.extras import pip_line
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, address_to_listen_on, interface_towards, is_loopback
-from launcher.doctor.findings import Check, Facts, Needs, error, fatal, reason, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, error, fatal, reason, warning
 
 _VARIABLES = {"cuda": "NCCL_SOCKET_IFNAME", "npu": "HCCL_SOCKET_IFNAME"}
 """Device -> the variable that its backend reads."""
@@ -58,7 +58,7 @@ def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> Facts:
     }  # fmt: skip
 
 
-NETWORK = Check(
+NETWORK = MachineCheck(
     "network", try_network, (
         fatal(lambda f: not f.loopback, "the loopback interface is down or missing", "ip link set lo up"),
         fatal("obstacle", f"no connection over {LOOPBACK}: {{obstacle}}",
@@ -148,7 +148,7 @@ def look_at_ports(needs: Needs) -> Facts:
 
 
 _WIDER = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-PORTS = Check(
+PORTS = MachineCheck(
     "ports", look_at_ports, (
         fatal(lambda f: f.left < f.connections, "{left} ports are left of {range}; the run takes up to {connections}",
               _WIDER),
@@ -197,7 +197,7 @@ def try_backend(needs: Needs) -> Facts:
     return {"broken": broken, "silent": silent, "fine": f"{kind} at {address} answers", **facts}
 
 
-BACKEND = Check(
+BACKEND = MachineCheck(
     "storage backend", try_backend, (
         error("broken", "{backend} cannot be imported ({broken})", "{install}"),
         error("silent", "{server} does not answer ({silent})", "start it ({start}), or correct tq.backend.address"),

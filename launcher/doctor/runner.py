@@ -20,7 +20,18 @@ from dataclasses import asdict
 
 import click
 
-from launcher.doctor.findings import RESOLVE, Check, Finding, Level, Needs, Order, as_json, failed, reason, summary
+from launcher.doctor.findings import (
+    RESOLVE,
+    Finding,
+    Level,
+    MachineCheck,
+    Needs,
+    Order,
+    as_json,
+    failed,
+    reason,
+    summary,
+)
 from launcher.doctor.software import PACKAGES
 
 _COLOURS = {Level.OK: None, Level.WARNING: "yellow", Level.ERROR: "red"}
@@ -47,7 +58,7 @@ def print_report(order: Order, *, json: bool) -> bool:
     return failed(findings)
 
 
-def examine(order: Order, checks: Sequence[Check] | None = None) -> Iterator[Finding]:
+def examine(order: Order, checks: Sequence[MachineCheck] | None = None) -> Iterator[Finding]:
     """Run checks of `order.registry`, all of them by default, and yield findings as they come.
 
     Raises:
@@ -66,7 +77,7 @@ def examine(order: Order, checks: Sequence[Check] | None = None) -> Iterator[Fin
     yield from _examine(order, todo)
 
 
-def _examine(order: Order, todo: list[Check]) -> Iterator[Finding]:
+def _examine(order: Order, todo: list[MachineCheck]) -> Iterator[Finding]:
     import msgspec
 
     from asyncflow.process import variables_set

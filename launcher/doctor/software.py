@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.extras import DISTRIBUTION
-from launcher.doctor.findings import Check, Facts, Needs, error, fatal, reason, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, error, fatal, reason, warning
 
 _OWN_NAMES = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs")
 _ANSWER_S = 8.0
@@ -70,7 +70,7 @@ def look_at_packages(needs: Needs) -> Facts:
 
 _INSTALL = "pip install '{name}{specifier}'"
 _CLONE = "pip install -e . in AsyncFlow's clone"
-PACKAGES = Check(
+PACKAGES = MachineCheck(
     "packages", look_at_packages, (
         fatal("incomparable", "packaging is not installed, so versions cannot be compared",
               f"{_CLONE}, which brings all that it needs"),
@@ -145,7 +145,7 @@ def import_engines(needs: Needs) -> Facts:
     return {"broken": broken, "imported": f"{' '.join(needs.engines)}{took}"}
 
 
-ENGINES = Check(
+ENGINES = MachineCheck(
     "engines", import_engines, (error("broken", "{module} cannot be imported ({why})", "{how}"),), "{imported}",
     180, DRIVER,
 )  # fmt: skip
@@ -183,7 +183,7 @@ def ask_slurm(needs: Needs, env: Mapping[str, str] = os.environ) -> Facts:
     return facts | {"shown": shown, "problem": "" if shown else " ".join(done.stderr.split()) or "no such job"}
 
 
-SLURM = Check(
+SLURM = MachineCheck(
     "slurm", ask_slurm, (
         warning(lambda f: f.job and not f.reached,
                 "job {job}: scontrol is not on PATH, so a run that is preempted cannot requeue itself",

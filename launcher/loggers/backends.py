@@ -99,7 +99,7 @@ class TensorBoard(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(step, summary=self._summary(value=values))
+        self._add_event(step, summary=self._summary(value=values))
 
     def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
         import numpy
@@ -107,20 +107,20 @@ class TensorBoard(Logger):
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         for name, counts in histograms.items():
-            self._add(step, summary=histogram_pb(name, numpy.repeat([*counts], [*counts.values()])))
+            self._add_event(step, summary=histogram_pb(name, numpy.repeat([*counts], [*counts.values()])))
         lines = [COLUMNS, ["-"] * len(COLUMNS), *_cells(rows)]
         text = "\n".join("|".join(html.escape(str(cell)).replace("|", "&#124;") for cell in line) for line in lines)
-        self._add(step, summary=text_pb(TABLE, text))
+        self._add_event(step, summary=text_pb(TABLE, text))
 
     def rewind(self, step: int) -> bool:
         """Make TensorBoard drop what it has read of this step and later ones."""
-        self._add(step, session_log=self._session(status=self._session.START))
+        self._add_event(step, session_log=self._session(status=self._session.START))
         return True
 
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, **what: Any) -> None:
+    def _add_event(self, step: int, **what: Any) -> None:
         self._writer.add_event(self._event(step=step, wall_time=time.time(), **what))
 
 
@@ -145,16 +145,16 @@ class _InitLogFinish(Logger):
         self._run.log(dict(metrics), step=step)
 
     def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
-        shown = {name: self._histogram([*counts], [*counts.values()]) for name, counts in histograms.items()}
-        self._run.log({**shown, TABLE: self._table(rows)}, step=step)
+        shown = {name: self._make_histogram([*counts], [*counts.values()]) for name, counts in histograms.items()}
+        self._run.log({**shown, TABLE: self._make_table(rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
-    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+    def _make_table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         return self._library.Table(columns=list(COLUMNS), data=_cells(rows))
 
-    def _histogram(self, values: list[float], counts: list[int]) -> Any:
+    def _make_histogram(self, values: list[float], counts: list[int]) -> Any:
         # A histogram has one edge more than it has counts.
         return self._library.Histogram(np_histogram=(counts, [*values, values[-1] + 1]))
 
@@ -214,11 +214,11 @@ class SwanLab(_InitLogFinish):
         directory.mkdir(exist_ok=True)
         super().__init__(swanlab, run, {"id": run.id or None, "log_dir": log_dir or str(directory), **options})
 
-    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+    def _make_table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         texts = [(f"{row['prompt']}\n\n{row['response']}", f"reward {row['reward']}") for row in rows]
         return [self._library.Text(text, caption=caption) for text, caption in texts]
 
-    def _histogram(self, values: list[float], counts: list[int]) -> Any:
+    def _make_histogram(self, values: list[float], counts: list[int]) -> Any:
         bars = self._library.echarts.Bar()
         return bars.add_xaxis([f"{value:g}" for value in values]).add_yaxis("responses", counts)
 
@@ -306,7 +306,7 @@ def make_logger(config: LoggerConfig, run: LoggedRun) -> Logger:
     Raises:
         ConfigError: the class rejects its options.
     """
-    kind = load_function(NAMES.locate(config.name), field="loggers", arguments=None)
+    kind = load_function(NAMES.locate_class(config.name), field="loggers", arguments=None)
     options = own_options(kind, config.options, name=config.name, section="loggers.options", first=(run,))
     logger: Logger = kind(run, **options)
     return logger

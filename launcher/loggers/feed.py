@@ -36,7 +36,7 @@ _POLL_S = 2.0
 
 
 @dataclass
-class Progress:
+class LoggerProgress:
     """How far a logger is.
 
     Attributes:
@@ -54,14 +54,14 @@ class Progress:
     shown: int = 0
 
     @staticmethod
-    def load(path: Path) -> "Progress":
+    def load(path: Path) -> "LoggerProgress":
         """Return what an earlier process of this logger left, or a fresh one.
 
         Raises:
             ConfigError: the file is damaged.
         """
         try:
-            return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
+            return LoggerProgress(**json.loads(path.read_text())) if path.exists() else LoggerProgress()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: {error}; restore it, or remove it to log the run anew") from error
 
@@ -69,9 +69,9 @@ class Progress:
 class Feed:
     """Reads what is new in a run's files and gives it to one logger; records `progress` in the file `path`."""
 
-    def __init__(self, run_dir: Path, logger: Logger, progress: Progress, path: Path) -> None:
+    def __init__(self, run_dir: Path, logger: Logger, progress: LoggerProgress, path: Path) -> None:
         self._run_dir, self._logger, self._progress, self._path = run_dir, logger, progress, path
-        self._save()
+        self._save_progress()
         self._steps = LineReader(run_dir / METRICS_FILE)
         self._evaluations = LineReader(run_dir / EVALUATION_FILE)
         self._samples: dict[Path, LineReader[dict[str, Any]]] = {}
@@ -88,10 +88,10 @@ class Feed:
         for line in self._evaluations.read():
             if line["step"] not in self._progress.evaluated:
                 self._progress.evaluated.append(line["step"])
-                self._save()
+                self._save_progress()
                 self._logger.log(line["step"], figures({"evaluation": line}))
         if (last or now - self._shown_at >= SHOW_EVERY_S) and self._histograms:
-            self._show(now)
+            self._show_samples(now)
 
     def _step(self, line: Mapping[str, Any]) -> None:
         progress, step = self._progress, int(line["step"])
@@ -102,12 +102,12 @@ class Feed:
         is_new = step > progress.logged
         progress.logged = max(progress.logged, step)
         # Before the logger gets the step: if it dies in between, a step is missing rather than logged twice.
-        self._save()
+        self._save_progress()
         if is_new:
             self._logger.log(step, {name: value for name, value in figures(line).items() if name != "step"})
             self._histograms = histograms(line)
 
-    def _show(self, now: float) -> None:
+    def _show_samples(self, now: float) -> None:
         newest, rows = self._progress.logged, self._rows
         for path in (self._run_dir / SAMPLES).glob("rollout-*.jsonl"):
             for line in self._samples.setdefault(path, LineReader(path)).read():
@@ -118,10 +118,10 @@ class Feed:
         self._rows = [row for row in rows if row["step"] > newest]
         self._shown_at = now
         self._progress.shown = newest
-        self._save()
+        self._save_progress()
         self._logger.show(newest, ready[-_MOST_ROWS:], drawn)
 
-    def _save(self) -> None:
+    def _save_progress(self) -> None:
         replace_text(self._path, json.dumps(asdict(self._progress)))
 
 
@@ -162,7 +162,7 @@ def main() -> None:
 def _feed(name: str, run_dir: Path, run_end: int) -> None:
     config, path = RunConfig.load(run_dir), run_dir / LOGGERS / f"{name.replace(':', '.')}.json"
     own = next(each for each in config.loggers if each.name == name)
-    progress = Progress.load(path)
+    progress = LoggerProgress.load(path)
     logger = make_logger(own, LoggedRun(run_dir, config.name, config.model_dump(mode="json"), progress.id))
     progress.id = logger.id
     feed = Feed(run_dir, logger, progress, path)
@@ -202,7 +202,7 @@ def feeding(
 
     def look(now: float) -> None:
         for process in processes:
-            process.look(now)
+            process.ensure_running(now)
 
     look(0.0)
     try:
@@ -210,7 +210,7 @@ def feeding(
     finally:
         deadline = time.monotonic() + end_s
         for process in processes:
-            process.finish()
+            process.announce_run_end()
         for process in processes:
             process.wait(deadline)
 
@@ -225,19 +225,19 @@ class LoggerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at = 0.0
 
-    def look(self, now: float) -> None:
+    def ensure_running(self, now: float) -> None:
         """Start the process when it is due, and report a failure unless the last one was the same."""
         if self._process is None and now >= self._start_at:
             self._start_at = now + RETRY_S
             try:
-                self._start()
+                self._start_process()
             except OSError as error:  # e.g. a full disk, or no more processes
-                self._warn(f"cannot start: {error}")
+                self._warn_once(f"cannot start: {error}")
         elif self._process is not None and self._process.poll() is not None:
             self._start_at = now + RETRY_S
-            self._ended(self._process)
+            self._handle_exit(self._process)
 
-    def finish(self) -> None:
+    def announce_run_end(self) -> None:
         """Signal that the run has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -247,9 +247,9 @@ class LoggerProcess:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - time.monotonic()))
-            self._ended(self._process)
+            self._handle_exit(self._process)
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         (self._run_dir / LOGGERS).mkdir(exist_ok=True)
         module = [sys.executable, "-P", "-m", "launcher.loggers.feed"]
         with self._log_file.open("ab") as log:
@@ -259,24 +259,24 @@ class LoggerProcess:
                 start_new_session=True,  # Ctrl-C is for the launcher only
             )  # fmt: skip
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+    def _handle_exit(self, process: subprocess.Popen[bytes]) -> None:
         """Report why the process ended, or that it hangs, and kill what is left of it and its children."""
-        self.finish()
+        self.announce_run_end()
         code, self._process = process.poll(), None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if code is None:
-            self._warn("did not end and was killed")
+            self._warn_once("did not end and was killed")
         elif code < 0:
-            self._warn(f"ended with {signal.Signals(-code).name}")
+            self._warn_once(f"ended with {signal.Signals(-code).name}")
         elif code:
             lines = []
             with contextlib.suppress(OSError):  # the log file may be gone
                 lines = self._log_file.read_text(errors="replace").splitlines()
-            self._warn(lines[-1] if lines else f"ended with code {code}")
+            self._warn_once(lines[-1] if lines else f"ended with code {code}")
 
-    def _warn(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if text != self._told:
             self._told = text
             self._say(f"warning: logger {self._name}: {text}; the run continues, see {self._log_file}")

@@ -18,7 +18,7 @@ from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.job import GangSpec, Job, Node
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession
 from launcher.nodes.membership import Membership
 from launcher.nodes.node_messages import (
     DumpStacks,
@@ -64,7 +64,7 @@ class _Link:
     """A launcher that said hello; `waiting` is its request for the next order."""
 
     rank: int
-    session: Session
+    session: ChannelSession
     orders: deque[Order] = field(default_factory=deque)
     waiting: Call | None = None
     is_member: bool = False
@@ -107,16 +107,16 @@ class NodeHead:
         self._stops = 0
         self._closing = threading.Event()
         self.threads = ServiceThreads("node 0's launcher")
-        credentials = Credentials(store.client(), bytes.fromhex(secret))
+        credentials = Credentials(store.open_client(), bytes.fromhex(secret))
         self._server = ChannelServer(
             credentials, SERVICE, FromNode, self, max_clients=_MOST_CLIENTS, threads=self.threads
         )
-        self._watcher = self.threads.start(self._watch, name="node-heartbeats")
+        self._watcher = self.threads.start(self._watch_heartbeats, name="node-heartbeats")
 
     def end(self, error: BaseException | None) -> None:
         """End the threads. Launchers that do not know yet how the run ended are told: by `error` of node 0."""
         code = USAGE if isinstance(error, ConfigError) else FAILED
-        self.finish(code, f"Error: {error}" if error is not None else "node 0 ended without a word")
+        self.finish_run(code, f"Error: {error}" if error is not None else "node 0 ended without a word")
         self.close()
 
     def gather(self, timeout_s: float, stopped: Callable[[], bool]) -> str:
@@ -139,32 +139,32 @@ class NodeHead:
                 if self._lost_node or stopped():
                     return f"{self._lost_node} is gone" if self._lost_node else "stopped"
                 if time.monotonic() > deadline:
-                    raise RoleFailed(self._members.complaint(timeout_s, str(self.run_dir)))
+                    raise RoleFailed(self._members.describe_missing(timeout_s, str(self.run_dir)))
                 self._changed.wait(_LOOK_S)
             return ""
 
-    def nodes(self) -> list[Node]:
+    def other_nodes(self) -> list[Node]:
         """Return all nodes but this one."""
         with self._changed:
-            return self._members.nodes()
+            return self._members.ready_nodes()
 
-    def warnings(self) -> list[str]:
+    def clock_warnings(self) -> list[str]:
         with self._changed:
-            return self._members.warnings()
+            return self._members.clock_warnings()
 
-    def hosts(self) -> dict[int, GangHost]:
+    def remote_hosts(self) -> dict[int, GangHost]:
         """Return node -> the object that starts and ends ranks there; call it after all have joined."""
         with self._changed:
-            return {node.rank: RemoteNode(self, self._members.token(node.rank)) for node in self._members.nodes()}
+            return {node.rank: RemoteNode(self, self._members.token(node.rank)) for node in self._members.ready_nodes()}
 
-    def order(self, token: str, message: Order) -> None:
+    def send_order(self, token: str, message: Order) -> None:
         """Send a message to one launcher; one that is gone does not receive it."""
         with self._changed:
             link = self._links[token]
             link.orders.append(message)
         self._hand_out(link)
 
-    def finish(self, code: int, line: str) -> None:
+    def finish_run(self, code: int, line: str) -> None:
         """End the run on all nodes: they kill what is left there, print `line` and exit with `code`. Idempotent."""
         with self._changed:
             if self._end is not None:
@@ -172,7 +172,7 @@ class NodeHead:
             self._end = FinishRun(code, line)
             waiting = {token: link for token, link in self._links.items() if not link.is_gone}
         for token in waiting:
-            self.order(token, self._end)
+            self.send_order(token, self._end)
         with self._changed:
             # Only launchers that joined have processes to end.
             joined = [link for link in waiting.values() if link.is_member]
@@ -193,10 +193,10 @@ class NodeHead:
             self.threads.fail("node-events", error)
             raise
         if answer is not None:
-            call.reply(answer)
+            call.send_reply(answer)
 
-    def disconnected(self, session: Session) -> None:
-        self._lose(session.client, "its channel ended")
+    def handle_disconnect(self, session: ChannelSession) -> None:
+        self._lose_node(session.client, "its channel ended")
 
     def _answer(self, call: Call) -> FromHead | None:
         """Return the answer; None: it comes later."""
@@ -207,7 +207,7 @@ class NodeHead:
         with self._changed:
             if isinstance(message, Hello):
                 self._links[token] = _Link(message.rank, call.session)
-                answer = Refuse("the run is over", True) if self._end else self._members.hello(token, message)
+                answer = Refuse("the run is over", True) if self._end else self._members.answer_hello(token, message)
                 self._changed.notify_all()
                 return answer
             link = self._links.get(token)
@@ -236,7 +236,7 @@ class NodeHead:
                 if is_first:  # a scheduler signals all launchers at once
                     self._report(StopRequested(count))
             case Left():
-                self._lose(token, "its launcher left")
+                self._lose_node(token, "its launcher left")
             case _:
                 assert_never(message)
         return Noted()
@@ -248,18 +248,18 @@ class NodeHead:
                 return
             call, link.waiting = link.waiting, None
             order = link.orders.popleft()
-        call.reply(order)  # one at a time, so they arrive in their order
+        call.send_reply(order)  # one at a time, so they arrive in their order
 
-    def _watch(self) -> None:
+    def _watch_heartbeats(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
             with self._changed:
                 silences = self._monitor.silences(time.monotonic())
             for token, silent_s in silences.items():
                 if silent_s > SILENT_S:
-                    self._lose(token, "no sign of life of its launcher")
+                    self._lose_node(token, "no sign of life of its launcher")
                     self._server.cut_off(self._links[token].session.number)
 
-    def _lose(self, token: str, reason: str) -> None:
+    def _lose_node(self, token: str, reason: str) -> None:
         """A launcher is gone; during the run, that ends the run."""
         with self._changed:
             link = self._links.get(token)
@@ -287,13 +287,13 @@ class RemoteNode:
 
     def start(self, gang: GangSpec, attempt: int) -> None:
         self._started[gang.name] = None
-        self._head.order(self._token, StartPart(gang.name, attempt, Job.load(self._head.run_dir).revision))
+        self._head.send_order(self._token, StartPart(gang.name, attempt, Job.load(self._head.run_dir).revision))
 
     def kill(self, gang: str) -> None:
-        self._head.order(self._token, KillPart(gang))
+        self._head.send_order(self._token, KillPart(gang))
 
     def dump_stacks(self) -> None:
-        self._head.order(self._token, DumpStacks())
+        self._head.send_order(self._token, DumpStacks())
 
     def close(self, timeout_s: float) -> None:
         """Have its launcher kill whatever it started; does not wait."""

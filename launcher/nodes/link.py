@@ -82,14 +82,14 @@ class HeadLink:
         if answer is not None or given_up.is_set():
             link._connection.close()
             return answer or Refuse("another run began meanwhile", True)
-        link._begin(inbox)
+        link._start_threads(inbox)
         return link
 
     def __init__(self, job: Job, rank: int, given_up: threading.Event) -> None:
         self.job = job
         self.store = JobStoreClient(job.store_host, job.store_port, job.secret)
         self.clock = job.clock
-        credentials = Credentials(self.store.client(), bytes.fromhex(job.secret))
+        credentials = Credentials(self.store.open_client(), bytes.fromhex(job.secret))
         chosen = dict(os.environ)
         choose_interfaces(job.store_host, chosen)
         # Restored: the job may be of a run that is over, and the interface leads to its node 0.
@@ -135,12 +135,12 @@ class HeadLink:
             if not isinstance(answer, Pong):
                 return answer if isinstance(answer, FinishRun) else Refuse(f"no answer to a ping, but {answer}", True)
             trips.append(RoundTrip(answer.asked, answer.arrived, answer.answered, heard))
-        self.clock = HostClock.aligned(trips)
+        self.clock = HostClock.from_round_trips(trips)
         self._ask(Ready(self.clock.host, self.clock.offset_s, time.time() - self.clock.now()))
         return None
 
-    def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
-        for name, work in (("orders", partial(self._receive, inbox)), ("events", self._send)):
+    def _start_threads(self, inbox: "SimpleQueue[Inbound]") -> None:
+        for name, work in (("orders", partial(self._receive_orders, inbox)), ("events", self._send_events)):
             thread = threading.Thread(target=self._until_gone, args=(work,), name=f"head-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -155,13 +155,13 @@ class HeadLink:
         finally:
             self._connection.close()  # ends the other thread, too
 
-    def _receive(self, inbox: "SimpleQueue[Inbound]") -> None:
+    def _receive_orders(self, inbox: "SimpleQueue[Inbound]") -> None:
         while True:
             order = self._ask(NextOrder(), timeout_s=_IDLE_S)
             logger.info("order: %s", order)
             inbox.put(order)
 
-    def _send(self) -> None:
+    def _send_events(self) -> None:
         while (event := self._next_event()) is not None:
             self._ask(event, timeout_s=SILENT_S)
 
@@ -174,7 +174,7 @@ class HeadLink:
         return event
 
     def _ask(self, message: FromNode, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        return self._connection.call(message, timeout_s=timeout_s)[0]
+        return self._connection.call_service(message, timeout_s=timeout_s)[0]
 
 
 def _why(error: Exception) -> str:

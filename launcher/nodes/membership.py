@@ -50,7 +50,7 @@ class Membership:
         self.obstacle = ""
         """Why the run cannot begin: the complaint of the first launcher that cannot take part."""
 
-    def hello(self, token: str, hello: Hello) -> Welcome | Refuse:
+    def answer_hello(self, token: str, hello: Hello) -> Welcome | Refuse:
         """Answer a launcher that wants to take part; `token` names this attempt."""
         before = self._entries.get(hello.rank)
         if before is not None and before.hello.launcher != hello.launcher:
@@ -58,7 +58,7 @@ class Membership:
             return Refuse(f"node {hello.rank} is already {before.hello.host}; give every node its own number", True)
         if before is not None and before.ready is not None:
             return Refuse(f"node {hello.rank} has joined already", True)
-        obstacle = self._obstacle(hello)
+        obstacle = self._find_obstacle(hello)
         if obstacle:
             reason = f"node {hello.rank} ({hello.host}): {obstacle}"
             self.obstacle = self.obstacle or reason
@@ -74,16 +74,16 @@ class Membership:
         return entry is not None
 
     def is_complete(self) -> bool:
-        return not self.missing()
+        return not self.missing_nodes()
 
-    def missing(self) -> list[int]:
+    def missing_nodes(self) -> list[int]:
         """Return the nodes that are not ready."""
         here = {rank for rank, entry in self._entries.items() if entry.ready is not None}
         return [rank for rank in range(1, self._count) if rank not in here]
 
-    def complaint(self, timeout_s: float, where: str) -> str:
+    def describe_missing(self, timeout_s: float, where: str) -> str:
         """Return a message that names the nodes that did not arrive; `where` is the run directory."""
-        missing = self.missing()
+        missing = self.missing_nodes()
         nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         also = [f"{host} was started as node {rank}, too" for rank, host in sorted(self._turned_away.items())]
         notes = f"; {'; '.join(also)}" if also else ""
@@ -100,7 +100,7 @@ class Membership:
     def token(self, rank: int) -> str:
         return self._entries[rank].token
 
-    def nodes(self) -> list[Node]:
+    def ready_nodes(self) -> list[Node]:
         """Return the nodes that are ready."""
         return [
             Node(rank, entry.hello.host, entry.hello.address, HostClock(entry.ready.boot, entry.ready.offset_s))
@@ -108,7 +108,7 @@ class Membership:
             if entry.ready is not None
         ]
 
-    def warnings(self) -> list[str]:
+    def clock_warnings(self) -> list[str]:
         """Return a line for each node whose wall clock is wrong."""
         ahead = {rank: entry.ready.ahead_s for rank, entry in sorted(self._entries.items()) if entry.ready is not None}
         return [
@@ -118,7 +118,7 @@ class Membership:
             if abs(seconds) > MOST_AHEAD_S
         ]
 
-    def _obstacle(self, hello: Hello) -> str:
+    def _find_obstacle(self, hello: Hello) -> str:
         if hello.complaint:
             return hello.complaint
         if hello.version != self._version:

@@ -1,6 +1,6 @@
 """The command on every node but node 0: finds the run, joins it, does its part, ends with the run's exit code.
 
-NodeRun.start --> job.json --> fork server, import of torch --> join --> NodeFollower.run --> last line, exit code
+NodeRun.start --> job.json --> fork server, import of torch --> join --> NodeFollower.follow_head --> exit code
 """
 
 import contextlib
@@ -106,21 +106,21 @@ class NodeFollower:
         self._now = now
         self._unseen: dict[str, tuple[StartPart, float]] = {}
 
-    def run(self) -> End:
+    def follow_head(self) -> End:
         """Follow node 0 until the run ends or node 0 is lost; on return no process started here is left."""
         try:
             while True:
                 try:
-                    end = self._take(self._inbox.get(timeout=_LOOK_S))
+                    end = self._handle_event(self._inbox.get(timeout=_LOOK_S))
                 except Empty:
-                    end = self._look()
+                    end = self._check_head()
                 if end is not None:
                     return end
         finally:
             self._host.close(KILL_TIMEOUT_S)
             self._link.send(Left())
 
-    def _take(self, event: Inbound) -> End | None:
+    def _handle_event(self, event: Inbound) -> End | None:
         match event:
             case StartPart():
                 self._unseen[event.gang] = (event, self._now() + SIGHT_TIMEOUT_S)
@@ -136,14 +136,14 @@ class NodeFollower:
             case FinishRun(code=code, line=line):
                 return End(code, line)
             case GangExited():
-                self._link.send(self._told(event))
+                self._link.send(self._to_part_exited(event))
             case StopRequested(count=count):
                 self._link.send(StopAsked(count))
             case _:
                 logger.warning("%s was not expected", event)
         return None
 
-    def _look(self) -> End | None:
+    def _check_head(self) -> End | None:
         self._start_seen()
         reason = self._link.lost()
         if not reason:
@@ -170,9 +170,9 @@ class NodeFollower:
 
     def _never_started(self, order: StartPart, error: str) -> None:
         exited = GangExited(order.gang, FAILED, error, at=time.time())
-        self._link.send(self._told(exited))
+        self._link.send(self._to_part_exited(exited))
 
-    def _told(self, exited: GangExited) -> PartExited:
+    def _to_part_exited(self, exited: GangExited) -> PartExited:
         # Convert this host's wall clock to node 0's time.
         at = exited.at - (time.time() - self._link.clock.now())
         return PartExited(replace(exited, at=at))
@@ -234,7 +234,7 @@ class NodeRun:
     ) -> tuple[End, bool]:
         """Return how it ended, and whether all of its threads ended."""
         timeout_s = COMPLAINT_TIMEOUT_S if self.complaint else self.settings.start_timeout_s
-        hello = self._hello()
+        hello = self._make_hello()
         state = f"cannot take part: {self.complaint}" if self.complaint else f"takes part in {self.run_dir}"
         print_line(f"node {self.place.rank} of {self.place.count} ({hello.host}): {state}")
         search = RunSearch(self.run_dir, timeout_s=timeout_s, stopped=stopped)
@@ -246,15 +246,15 @@ class NodeRun:
         from launcher.nodes.link import HeadLink  # imports torch
 
         keep_torch_off_the_terminal()
-        link = search.find(lambda job, given_up: HeadLink.join(job, hello, inbox, given_up))
+        link = search.find_run(lambda job, given_up: HeadLink.join(job, hello, inbox, given_up))
         match link:
             case None:
                 return End(RESUMABLE, "stopped before the run began"), True
             case FinishRun(code=code, line=line):
                 return End(code, line), True
-        return self._follow(link, inbox, log_file)
+        return self._follow_run(link, inbox, log_file)
 
-    def _follow(self, link: "HeadLink", inbox: "SimpleQueue[Inbound]", log_file: Path) -> tuple[End, bool]:
+    def _follow_run(self, link: "HeadLink", inbox: "SimpleQueue[Inbound]", log_file: Path) -> tuple[End, bool]:
         def load_job() -> Job:
             job = Job.load(self.run_dir)
             if job.secret != link.job.secret:
@@ -269,10 +269,10 @@ class NodeRun:
             exited=inbox.put,
             node=self.place.rank,
         )
-        end = NodeFollower(self.place.rank, link, host, inbox, load_job=load_job).run()
+        end = NodeFollower(self.place.rank, link, host, inbox, load_job=load_job).follow_head()
         return end, link.close(_CLOSE_TIMEOUT_S)
 
-    def _hello(self) -> Hello:
+    def _make_hello(self) -> Hello:
         return Hello(
             rank=self.place.rank,
             count=self.place.count,
@@ -325,12 +325,12 @@ class RunSearch:
         Raises:
             RoleFailed: none appeared in time.
         """
-        while self._read() is None:
-            if self._pause():
+        while self._read_job() is None:
+            if self._wait_or_stop():
                 return False
         return True
 
-    def find(self, join: Join) -> "HeadLink | FinishRun | None":
+    def find_run(self, join: Join) -> "HeadLink | FinishRun | None":
         """Join the run; None: a stop came first.
 
         Args:
@@ -341,27 +341,27 @@ class RunSearch:
             RoleFailed: no run admitted this node in time.
         """
         while True:
-            job = self._read()
+            job = self._read_job()
             if self._try is not None and job is not None and job.secret != self._try.job.secret:
                 # Another run began: abandon the attempt, which may hang in the old one.
                 self._try.given_up.set()
                 self._try = None
             if self._try is None and job is not None:
-                self._begin(job, join)
-            if self._pause():
+                self._start_attempt(job, join)
+            if self._wait_or_stop():
                 return None
-            answer = self._answer()
+            answer = self._take_answer()
             if answer is not None:
                 return answer
             if self._try is None:
                 self._stopped.wait(_LOOK_S)
 
-    def _begin(self, job: Job, join: Join) -> None:
+    def _start_attempt(self, job: Job, join: Join) -> None:
         # In a thread, because joining hangs while node 0's host is stopped.
         self._try = _Try(job)
         threading.Thread(target=_join, args=(self._try, join), name="join", daemon=True).start()
 
-    def _answer(self) -> "HeadLink | FinishRun | None":
+    def _take_answer(self) -> "HeadLink | FinishRun | None":
         """Return the attempt's result; None: none yet, or only a reason to try again."""
         if self._try is None or not self._try.done.is_set():
             return None
@@ -379,7 +379,7 @@ class RunSearch:
                 return answer
         return None
 
-    def _pause(self) -> bool:
+    def _wait_or_stop(self) -> bool:
         """Wait a moment; return whether a stop came."""
         if time.monotonic() > self._deadline:
             raise RoleFailed(f"no run to take part in within {self._timeout_s:g} s: {self._obstacle}")
@@ -390,7 +390,7 @@ class RunSearch:
             return True
         return self._stopped.is_set()
 
-    def _read(self) -> Job | None:
+    def _read_job(self) -> Job | None:
         try:
             return Job.load(self._run_dir)
         except (ConfigError, OSError, ValueError, TypeError, KeyError):  # none yet, or of another version

@@ -86,12 +86,12 @@ class RunNodes:
         obstacle = self._head.gather(timeout_s, lambda: not self._events.empty())
         if obstacle:
             return Finish(RESUMABLE, obstacle)
-        for warning in self._head.warnings():
+        for warning in self._head.clock_warnings():
             say(warning)
         own = Node(HEAD, own_name(), self.job.store_host, self.job.clock)
-        self.job = self.job.changed(nodes=(own, *self._head.nodes()))
+        self.job = self.job.with_changes(nodes=(own, *self._head.other_nodes()))
         self.job.save(self._run_dir)
-        self.hosts.add(self._head.hosts())
+        self.hosts.add_hosts(self._head.remote_hosts())
         return None
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class RunNodes:
         if self._head is not None:
             self._head.threads.check()
 
-    def finish(self, code: int, line: str) -> None:
+    def finish_run(self, code: int, line: str) -> None:
         """End what is left on other nodes; their launchers print `line` and exit with `code`."""
         if self._head is not None:
-            self._head.finish(code, line)
+            self._head.finish_run(code, line)

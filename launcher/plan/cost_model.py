@@ -189,10 +189,10 @@ class CostModel:
             cores = int(self.profile.device["cores"])
         return max(1.0, cores / self.config.launcher.threads_per_worker) if cores else 0.0
 
-    def times(self) -> Times:
+    def estimate_times(self) -> Times:
         config, number = self.config, self._rollout_number
         tensor = config.ranks_per_copy("rollout")
-        peak = tensor * self._peak(number) * self.device.achievable.forward
+        peak = tensor * self._peak_flops(number) * self.device.achievable.forward
         caches = config.vllm.prefix_caching if config.rollout.engine == "vllm" else True
         # With prefix caching, the samples of a group compute their prompt once.
         shared = config.schedule.n_samples_per_prompt if caches else 1
@@ -210,8 +210,8 @@ class CostModel:
             prefill=prefill,
             first_tokens=prompt / shared,
             later_tokens=self._context + new / 2 if anew else new,
-            tasks={task: self._forward(self._scoring(role)) for task, role in scorers.items()}
-            | self._rewards()
+            tasks={task: self._forward_work(self._score_sharing(role)) for task, role in scorers.items()}
+            | self._reward_work()
             | work_of_users(config),
             train={role: self.train(role, training) for role, training in training_of(config).items()},
             update_s={role: self._update_s(role) for role in training_of(config)},
@@ -246,7 +246,9 @@ class CostModel:
             return whole_s + (alone_s - whole_s) / tensor + reduce_s
         read = number * model.num_parameters + responses * self._context * model.cache_bytes(number, tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
-        compute_s = 2 * model.num_parameters * responses / tensor / (self._peak(number) * device.achievable.forward)
+        compute_s = (
+            2 * model.num_parameters * responses / tensor / (self._peak_flops(number) * device.achievable.forward)
+        )
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
 
     def reduced_s(self, responses: int, tensor: int) -> float:
@@ -268,14 +270,16 @@ class CostModel:
 
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains."""
-        shared, models = self._training(role, training), self._models(role)
+        shared, models = self._train_sharing(role, training), self._num_models(role)
         # A backward pass costs two forwards; gradient checkpointing repeats the forward.
         forwards = 2 if training.gradient_checkpointing else 1
         passes = (forwards + 2) * models
-        rate = shared.parts * self._peak(shared.number) * self.device.achievable.train
+        rate = shared.parts * self._peak_flops(shared.number) * self.device.achievable.train
         work = Work(token_s=passes * 2 * self.model.num_parameters / rate, squared_s=passes * self._attention / rate)
         if self.profile is not None:
-            work = self.profile.work(TRAIN, shared_prompt=training.shared_prompt).scaled(models, parts=shared.parts)
+            work = self.profile.whole_model_work(TRAIN, shared_prompt=training.shared_prompt).scaled_by(
+                models, parts=shared.parts
+            )
         ranks = self.config.roles[role]
         # FSDP2 gathers the weights for forward and again for backward, then reduces float32 gradients. This overlaps
         # with computing, so it is a lower limit and not an addition.
@@ -284,7 +288,7 @@ class CostModel:
             floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, ranks)
         moved_s = (forwards + 1) * models * shared.moved_s / (1 - shared.bubble)
         work = replace(work, token_s=work.token_s + moved_s, floor_s=models * floor_s)
-        return work + self._forward(shared).scaled(self._copies_scored) if role == "actor" else work
+        return work + self._forward_work(shared).scaled_by(self._copies_scored) if role == "actor" else work
 
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
         """Return the time that tensor and context parallelism take per token and pass, for one-byte numbers (s)."""
@@ -300,7 +304,7 @@ class CostModel:
         measured = self.profile.exchange_s(name, size) if self.profile and self._is_inside(spread) else None
         if measured is None or self.profile is None:
             times = 2 if name == "all_reduce" else 1  # a reduce-scatter, then an all-gather
-            return times * share / (self._between(spread) * 1e9 * self.device.achievable.link)
+            return times * share / (self._bandwidth_gb_s(spread) * 1e9 * self.device.achievable.link)
         # The profile measured another number of ranks; (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks
         return measured / (size / number) * share * number / (number - 1)
@@ -323,40 +327,40 @@ class CostModel:
         updates, copies = self.config.actor.num_updates, self.config.num_policy_copies
         return copies - (1 / updates if copies and updates > 1 else 0.0)
 
-    def _training(self, role: str, training: ActorConfig) -> _Shared:
+    def _train_sharing(self, role: str, training: ActorConfig) -> _Shared:
         number, ranks = DTYPE_BYTES[training.autocast], self.config.roles[role]
         if self._engine(role) == "megatron":
-            return self._divided(number, training.megatron, ranks, self._samples_together())
+            return self._megatron_sharing(number, training.megatron, ranks, self._samples_together())
         return _Shared(number, gathered_s=self._exchange_s("all_gather", number * self.model.num_parameters, ranks))
 
-    def _scoring(self, role: str) -> _Shared:
+    def _score_sharing(self, role: str) -> _Shared:
         """Return how ranks share a model that only scores."""
         config, ref = self.config, self.config.ref
         has_role = role in config.roles
         # A replica scores with the model that it trains.
         if role == "critic" or (role == "actor_fwd" and not has_role):
             trained = "critic" if has_role else "actor"
-            return self._training(trained, training_of(config)[trained])
+            return self._train_sharing(trained, training_of(config)[trained])
         number = DTYPE_BYTES[config.model.dtype]
         # A reference that the actor hosts is whole on the lead rank of each replica.
         if not has_role or ref.engine not in ("fsdp", "megatron"):
             return _Shared(number)
         ranks = ref.ranks_per_copy
         if ref.engine == "megatron":
-            return self._divided(number, ref.megatron, ranks, ref.micro_batch_size)
+            return self._megatron_sharing(number, ref.megatron, ranks, ref.micro_batch_size)
         gathered_s = self._exchange_s("all_gather", number * self.model.num_parameters, ranks)
         return _Shared(number, ranks, gathered_s=gathered_s)
 
-    def _rewards(self) -> dict[str, Work]:
+    def _reward_work(self) -> dict[str, Work]:
         reward, sizes = self.config.reward.model, self.reward_model
         if reward is None or sizes is None:
             return {}
         number, size = DTYPE_BYTES[reward.dtype], DTYPE_BYTES[reward.dtype] * sizes.num_parameters
         gathered_s = self._exchange_s("all_gather", size, reward.shards)
         estimated = replace(self, model=sizes, profile=None)
-        return {"rewards": estimated._forward(_Shared(number, reward.shards, gathered_s=gathered_s))}
+        return {"rewards": estimated._forward_work(_Shared(number, reward.shards, gathered_s=gathered_s))}
 
-    def _divided(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
+    def _megatron_sharing(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
         layout = megatron.layout(ranks)
         tensor, context, stages = layout.tensor, layout.context, layout.stages
         pieces = min(megatron.pipeline_pieces, samples)
@@ -364,12 +368,12 @@ class CostModel:
         bubble = (stages - 1) / (pieces + stages - 1)
         return _Shared(number, tensor * context * stages, moved_s=moved_s, bubble=bubble)
 
-    def _forward(self, shared: _Shared) -> Work:
+    def _forward_work(self, shared: _Shared) -> Work:
         """Return the work of a forward pass without gradients."""
-        rate = shared.parts * self._peak(shared.number) * self.device.achievable.forward
+        rate = shared.parts * self._peak_flops(shared.number) * self.device.achievable.forward
         work = Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
         if self.profile is not None:
-            work = self.profile.work(FORWARD, shared_prompt=False).scaled(parts=shared.parts)
+            work = self.profile.whole_model_work(FORWARD, shared_prompt=False).scaled_by(parts=shared.parts)
         moved_s = shared.moved_s / (1 - shared.bubble)
         return replace(work, token_s=work.token_s + moved_s, floor_s=shared.gathered_s)
 
@@ -377,7 +381,7 @@ class CostModel:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles[role]
         bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
-        owned = model.num_parameters * self._models(role) / ranks
+        owned = model.num_parameters * self._num_models(role) / ranks
         update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
@@ -399,7 +403,9 @@ class CostModel:
         if self.profile is not None and self._is_inside(spread or ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
-            return size * (ranks - 1) / ranks / (self._between(spread or ranks) * 1e9 * self.device.achievable.link)
+            return (
+                size * (ranks - 1) / ranks / (self._bandwidth_gb_s(spread or ranks) * 1e9 * self.device.achievable.link)
+            )
         # Scaled from the measured number of ranks: (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks if self.profile is not None else ranks
         return measured * (ranks - 1) / ranks * number / (number - 1)
@@ -414,7 +420,7 @@ class CostModel:
         moved = 2 * (ranks - 1) / ranks * size
         return self.device.hop_s + moved / (self.device.link_gb_s * 1e9 * self.device.achievable.link)
 
-    def _models(self, role: str) -> int:
+    def _num_models(self, role: str) -> int:
         """Models that a role trains: an actor without a critic role trains the critic, too."""
         return 2 if role == "actor" and self.config.algorithm.has_critic and "critic" not in self.config.roles else 1
 
@@ -431,14 +437,14 @@ class CostModel:
         mean = self.workload
         return mean.prompt_tokens + (mean.turns.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
-    def _between(self, ranks: int) -> float:
+    def _bandwidth_gb_s(self, ranks: int) -> float:
         return self.device.link_gb_s if self._is_inside(ranks) else self.device.network_gb_s
 
     def _is_inside(self, ranks: int) -> bool:
         """Whether `ranks` neighbours are in one node; ranks that share a machine always are."""
         return bool(self.device.shared_by) or ranks <= self.device.devices_per_node
 
-    def _peak(self, number: int) -> float:
+    def _peak_flops(self, number: int) -> float:
         peaks = self.device.peak_tflops
         return (peaks.float32 if number == 4 else peaks.bfloat16) * 1e12 * self._share
 

@@ -64,7 +64,7 @@ def open_planner(
     drawn: Callable[[int], int]
     if lengths is None:
         check_lengths(config.sim)
-        drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
+        drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).response_length
     else:
         drawn = recorded_lengths(lengths, seed=config.seed)
     tokens = lru_cache(maxsize=None)(drawn if own else lambda row: min(longest, drawn(row)))
@@ -95,7 +95,7 @@ def sizes_of(path: str, key: str) -> ModelSizes:
         ConfigError: config.json is missing or describes another kind of model, or the weights are incomplete.
     """
     has_weights = any(Path(path).glob("*.safetensors"))
-    sizes = ModelSizes.of(read_model_config(Path(path)), count_parameters(Path(path)) if has_weights else None)
+    sizes = ModelSizes.from_config(read_model_config(Path(path)), count_parameters(Path(path)) if has_weights else None)
     if sizes is None or not sizes.num_parameters:
         raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
     return sizes
@@ -125,7 +125,7 @@ def auto_plan(text: str, config: RunConfig) -> Plan | None:
         devices = ["cpu"]
     device, profile = next(iter(devices), None), next(map(Path, profiles), None)
     try:
-        return open_planner(config, devices=int(number), device=device, profile=profile).plans()[0]
+        return open_planner(config, devices=int(number), device=device, profile=profile).find_plans()[0]
     except ConfigError as error:
         raise ConfigError(f"--roles {text}: {error}") from error
 
@@ -260,7 +260,7 @@ def write_timeline(plan: Plan, path: Path, *, title: str) -> None:
         ConfigError: the file cannot be written.
     """
     timeline = plan.simulated.timeline
-    chart = GanttChart.of(timeline, timeline.account(), title=title)
+    chart = GanttChart.from_timeline(timeline, timeline.account_by_role(), title=title)
     try:
         path.write_text(gantt_html(chart, width=2400))
     except OSError as error:

@@ -36,7 +36,7 @@ _STATE_BYTES = 24
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """One measurement.
 
     Attributes:
@@ -74,10 +74,10 @@ class Profile:
     settings: Mapping[str, Any]
     device: Mapping[str, Any]
     group_size: int
-    seconds: Mapping[Block, float | None]
+    seconds: Mapping[MeasuredBlock, float | None]
 
     @staticmethod
-    def of(config: RunConfig, model: ModelSizes, device: Mapping[str, Any], *, ranks: int) -> "Profile":
+    def from_config(config: RunConfig, model: ModelSizes, device: Mapping[str, Any], *, ranks: int) -> "Profile":
         """Return a profile with all blocks to measure; `ranks` can exchange tensors on the device."""
         size = config.schedule.n_samples_per_prompt
         blocks = dict.fromkeys(_blocks(config, model, float(device["memory_gb"]), ranks))
@@ -98,7 +98,8 @@ class Profile:
                 )
             blocks = values["blocks"]
             seconds = {
-                Block(**{key: each[key] for key in each if key != "seconds"}): each["seconds"] for each in blocks
+                MeasuredBlock(**{key: each[key] for key in each if key != "seconds"}): each["seconds"]
+                for each in blocks
             }
             found = Profile(values["model"], values["settings"], values["device"], int(values["group_size"]), seconds)
             found._check_types()
@@ -126,7 +127,7 @@ class Profile:
         except OSError as error:
             raise ConfigError(f"--out {path}: {error.strerror}; name a file that can be written") from error
 
-    def joined(self, older: "Profile", what: str) -> "Profile":
+    def joined_with(self, older: "Profile", what: str) -> "Profile":
         """Return this profile with the durations that an older one already has; `what` names its file.
 
         Raises:
@@ -183,9 +184,9 @@ class Profile:
     def _layers(self) -> int:
         return int(self.model["num_layers"])
 
-    def whole(self, name: str) -> dict[Block, float]:
+    def whole_model_times(self, name: str) -> dict[MeasuredBlock, float]:
         """Return shape (a block with `layers` 0) -> duration for the whole model (s), extrapolated in depth."""
-        by_depth: dict[int, dict[Block, float]] = {}
+        by_depth: dict[int, dict[MeasuredBlock, float]] = {}
         for block, seconds in self.seconds.items():
             if block.name == name and seconds is not None:
                 by_depth.setdefault(block.layers, {})[replace(block, layers=0)] = seconds
@@ -200,14 +201,14 @@ class Profile:
             found[shape] = most + layer * (self._layers - high)
         return found
 
-    def work(self, name: str, *, shared_prompt: bool) -> Work:
+    def whole_model_work(self, name: str, *, shared_prompt: bool) -> Work:
         """Return the work of `TRAIN` or `FORWARD` for the whole model on one device.
 
         `shared_prompt` counts a prompt's tokens once for all samples of a group.
         """
         if (name, shared_prompt) not in self._works:
             points = []
-            for shape, seconds in self.whole(name).items():
+            for shape, seconds in self.whole_model_times(name).items():
                 prompts = -(-shape.rows // self.group_size) if shared_prompt else shape.rows
                 tokens = shape.prompt * prompts + shape.response * shape.rows
                 points.append((tokens, shape.rows * (shape.prompt + shape.response) ** 2, seconds))
@@ -216,7 +217,7 @@ class Profile:
 
     @cached_property
     def _works(self) -> dict[tuple[str, bool], Work]:
-        """Results of `work`: a search asks for them for each of its candidates."""
+        """Results of `whole_model_work`: a search asks for them for each of its candidates."""
         return {}
 
     def decode_s(self, responses: int, context: float) -> float:
@@ -233,7 +234,7 @@ class Profile:
     @cached_property
     def _decoding(self) -> tuple[dict[int, float], float, int]:
         """(responses -> seconds at the shortest context, seconds per further token and response, that context)."""
-        shapes = self.whole(DECODE)
+        shapes = self.whole_model_times(DECODE)
         context = min(shape.prompt for shape in shapes)
         table = {shape.rows: seconds for shape, seconds in shapes.items() if shape.prompt == context}
         longer = [(shape, seconds) for shape, seconds in shapes.items() if shape.prompt > context]
@@ -247,7 +248,7 @@ class Profile:
         # With prefix caching, the samples of a group compute their prompt once.
         shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
         for name, size in ((PREFILL, shared), (LATER_TURN, 1)):
-            for shape, seconds in self.whole(name).items():
+            for shape, seconds in self.whole_model_times(name).items():
                 tokens, rows = -(-shape.rows // size) * shape.prompt, shape.rows
                 # The measured step also decoded a token per row, which is not part of prefill.
                 points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt), seconds))
@@ -263,7 +264,7 @@ class Profile:
             for block, seconds in self.seconds.items()
             if block.name == OPTIMIZER and seconds is not None
         ]
-        return fit(points).seconds(round(parameters), 0.0)
+        return fit(points).call_duration_s(round(parameters), 0.0)
 
     @property
     def num_ranks(self) -> int:
@@ -276,7 +277,7 @@ class Profile:
             points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
             self._exchanges[name] = fit(points) if points else None
         found = self._exchanges[name]
-        return None if found is None else found.seconds(round(size), 0.0)
+        return None if found is None else found.call_duration_s(round(size), 0.0)
 
     @cached_property
     def _exchanges(self) -> dict[str, Work | None]:
@@ -311,7 +312,7 @@ def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple
     return constant, of_x, of_y
 
 
-def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
+def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[MeasuredBlock]:
     """Yield what to measure. Blocks that need the same engine are adjacent."""
     actor = config.actor
     prompt = max(1, prompt_tokens_of(config))
@@ -324,24 +325,24 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
     for layers in sorted({1, min(model.num_layers, max(2, int(fitting)))}):
         middle = prompt + response // 2
         for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):
-            yield Block(DECODE, layers, rows, middle)
-        yield Block(DECODE, layers, slots, middle + prompt + response)
+            yield MeasuredBlock(DECODE, layers, rows, middle)
+        yield MeasuredBlock(DECODE, layers, slots, middle + prompt + response)
         for rows in sorted({1, slots}):
-            yield Block(PREFILL, layers, rows, prompt)
+            yield MeasuredBlock(PREFILL, layers, rows, prompt)
         for rows in sorted({1, -(-slots // 4)}):
-            yield Block(LATER_TURN, layers, rows, middle + prompt + response)
+            yield MeasuredBlock(LATER_TURN, layers, rows, middle + prompt + response)
         for name, rows in ((TRAIN, trained), (FORWARD, config.ref.micro_batch_size)):
             for shape in sorted(
                 {(1, response), (-(-rows // 4), response), (rows, response), (rows, -(-response // 2))}
             ):
-                yield Block(name, layers, shape[0], prompt, shape[1])
+                yield MeasuredBlock(name, layers, shape[0], prompt, shape[1])
             if name == TRAIN:
-                yield Block(OPTIMIZER, layers, 1, prompt, response)
-    yield Block(COPY_OUT, size=_COPIED)
-    yield Block(COPY_IN, size=_COPIED)
+                yield MeasuredBlock(OPTIMIZER, layers, 1, prompt, response)
+    yield MeasuredBlock(COPY_OUT, size=_COPIED)
+    yield MeasuredBlock(COPY_IN, size=_COPIED)
     if ranks > 1:
         for moved in EXCHANGED:
-            yield from (Block(name, size=moved, ranks=ranks) for name in COLLECTIVES)
+            yield from (MeasuredBlock(name, size=moved, ranks=ranks) for name in COLLECTIVES)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

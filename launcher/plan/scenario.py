@@ -1,6 +1,6 @@
 """Inputs of a simulated run: tasks as the queue knows them, workers per role, durations and lengths. Pure, torch-free.
 
-`Scenario.of` makes them from a run's configuration, with durations of its `sim` engines or of a cost model.
+`Scenario.from_config` makes them from a run's configuration, with durations of its `sim` engines or of a cost model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,12 +31,12 @@ class Work:
     squared_s: float = 0.0
     floor_s: float = 0.0
 
-    def seconds(self, tokens: float, squares: float = 0.0, rows: int = 0) -> float:
+    def call_duration_s(self, tokens: float, squares: float = 0.0, rows: int = 0) -> float:
         """Return the duration of one call (s). `squares` is the sum of the samples' squared lengths."""
         computing_s = self.call_s + self.row_s * rows + self.token_s * tokens + self.squared_s * squares
         return max(self.floor_s, computing_s)
 
-    def scaled(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
+    def scaled_by(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
         """Scale this work by `number` and split it across `parts` ranks; every rank pays the overhead of its call."""
         share = number / parts
         return Work(
@@ -91,7 +91,7 @@ class Turns:
     cpu_s: float = 0.0
     read_tokens: int = 0
 
-    def of(self, row: int) -> int:
+    def num_replies(self, row: int) -> int:
         """Return the number of replies of a row: whole numbers with this mean."""
         return int((row + 1) * self.replies) - int(row * self.replies)
 
@@ -117,7 +117,7 @@ class Training:
         return self.settings.num_updates == 1 and not self.whole_step
 
     @staticmethod
-    def of(config: RunConfig) -> "dict[str, Training]":
+    def by_role(config: RunConfig) -> "dict[str, Training]":
         """Return role -> training, for the actor and a critic in a role of its own."""
         found = {}
         for role, settings in training_of(config).items():
@@ -212,7 +212,7 @@ class Scenario:
     most_live: int = 0
 
     @staticmethod
-    def of(
+    def from_config(
         config: RunConfig, times: Times, *, tokens: Callable[[int], int] | None = None, turns: Turns | None = None
     ) -> "Scenario":
         """Return the scenario of a checked configuration, with workers as its roles say.
@@ -227,14 +227,14 @@ class Scenario:
         tasks = place_tasks(graph_of(config), roles)
         schedule = config.schedule
         longest = config.rollout.max_response_tokens
-        drawn = SimLengths(config.sim, samples_per_step=schedule.step_rows, seed=config.seed).tokens
+        drawn = SimLengths(config.sim, samples_per_step=schedule.step_rows, seed=config.seed).response_length
         size = schedule.n_samples_per_prompt
         rows_per_fetch = {
             "ref": config.ref.micro_batch_size, "actor_fwd": config.ref.micro_batch_size, "advantages": 8 * size,
         }  # fmt: skip
         return Scenario(
             schedule=schedule,
-            training=Training.of(config),
+            training=Training.by_role(config),
             tasks=tasks,
             specs=task_specs(tasks, config),
             workers=workers_of(config),

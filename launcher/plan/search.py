@@ -84,7 +84,7 @@ class Bounds:
         apart = config.schedule.staleness.steps_in_flight
         tokens = times.prompt_tokens + self.longest_tokens * apart
         works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]
-        behind_s = sum(work.seconds(round(tokens), tokens * tokens) for work in works)
+        behind_s = sum(work.call_duration_s(round(tokens), tokens * tokens) for work in works)
         return (behind_s + config.actor.num_updates * times.update_s["actor"]) / apart
 
     def work_s(self, config: RunConfig, times: Times) -> dict[str, float]:
@@ -323,7 +323,7 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
 
 Objective = Literal["time", "cost"]
 _SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
-"""(rows of a step, plans): at most `plans` are simulated where a step has at most `rows`."""
+"""(rows of a step, plans): at most `find_plans` are simulated where a step has at most `rows`."""
 _ROWS = 8000
 """Approximate number of rows in a simulated run."""
 _WORTH = 0.98
@@ -443,28 +443,28 @@ class Planner:
     def device(self) -> Device | None:
         return None if self.costs is None else self.costs.device
 
-    def plans(self) -> list[Plan]:
+    def find_plans(self) -> list[Plan]:
         """Return the best plans, best first.
 
         Raises:
             ConfigError: nothing fits; the message says what the first refused candidate lacks.
         """
-        candidates, found, refused = self._candidates(), list[Plan](), list[ConfigError]()
+        candidates, found, refused = self._list_candidates(), list[Plan](), list[ConfigError]()
         left = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
         while (place := _next(candidates, found, only_new=not left)) is not None:
             candidate = candidates.pop(place)
             # A candidate without batches has the bound of the largest ones. Once it comes up, its fitting variants
             # go back into the list, each at its own bound.
             if not candidate.has_batches:
-                for each in self._fitting(candidate):
+                for each in self._fit_batches(candidate):
                     if isinstance(each, ConfigError):
                         refused.append(each)
                     else:
-                        insort_left(candidates, each, key=self._order)
+                        insort_left(candidates, each, key=self._sort_key)
                 continue
             # The first candidate of each further instance size does not count towards the limit.
             left -= not found or candidate.instance in {plan.instance for plan in found}
-            found.append(self._simulated(candidate))
+            found.append(self._simulate_config(candidate))
             if self.objective == "time":
                 best_s = min(plan.step_s for plan in found)
                 candidates = [each for each in candidates if each.bound_s < best_s]
@@ -494,54 +494,54 @@ class Planner:
     def step_s(self, config: RunConfig | None = None) -> float:
         """Return the step time of a configuration, by default of the run as configured (s)."""
         config = config or self.config
-        return self._simulated(Candidate(config, {}, self.bound_s(config))).step_s
+        return self._simulate_config(Candidate(config, {}, self.bound_s(config))).step_s
 
     def bound_s(self, config: RunConfig) -> float:
         """Return the least that a step can take (s)."""
         return self._bounds.step_s(config, self.times(config))
 
-    def scenario(self, config: RunConfig) -> Scenario:
-        return Scenario.of(config, self.times(config), tokens=self.tokens, turns=self.turns)
+    def make_scenario(self, config: RunConfig) -> Scenario:
+        return Scenario.from_config(config, self.times(config), tokens=self.tokens, turns=self.turns)
 
     def times(self, config: RunConfig) -> Times:
         if self.costs is None:
             return Times.of_sim(config, prompt_tokens=prompt_tokens_of(config))
-        return replace(self.costs, config=config).times()
+        return replace(self.costs, config=config).estimate_times()
 
     def other_schedules(self) -> list[Plan]:
         """Return the best plan of each other schedule that can be planned, strictest schedule first."""
         found = []
         for changes in schedules(self.config):
             try:
-                best = replace(self, config=with_changes(self.config, changes)).plans()[0]
+                best = replace(self, config=with_changes(self.config, changes)).find_plans()[0]
             except ConfigError:  # e.g. the policy versions that the actor keeps do not fit
                 continue
             found.append(replace(best, settings={**changes, **best.settings}))
         return found
 
-    def _simulated(self, candidate: Candidate) -> Plan:
+    def _simulate_config(self, candidate: Candidate) -> Plan:
         config, schedule = candidate.config, candidate.config.schedule
         # A real run continues, so at its end it generates as much ahead as it had ahead after its first steps.
         further = schedule.staleness_bound + schedule.lateness
-        ran = simulate(self.scenario(config), steps=_window(config)[0], further=further)
+        ran = simulate(self.make_scenario(config), steps=_window(config)[0], further=further)
         return Plan(**vars(candidate), simulated=ran)
 
-    def _candidates(self) -> list[Candidate]:
+    def _list_candidates(self) -> list[Candidate]:
         """Return all candidates, lowest bound first, without their batches."""
         found = []
-        for layout in self.layouts():
+        for layout in self.model_layouts():
             config = with_changes(self.config, layout)
             largest = max((with_changes(config, each) for each in self._micro_batches(config)), key=_micro_batch)
             known: dict[tuple[int, bool, int], Times] = {}
-            for roles in self._splits(config):
+            for roles in self._role_splits(config):
                 same = (roles["actor"], "ref" in roles, roles.get("critic", 0))
                 sized = largest.model_copy(update={"roles": roles})
                 times = known.get(same) or known.setdefault(same, self.times(sized))
                 bound_s = self._bounds.step_s(sized, times)
                 found.append(Candidate(config.model_copy(update={"roles": roles}), layout, bound_s, has_batches=False))
-        return sorted(found, key=self._order)
+        return sorted(found, key=self._sort_key)
 
-    def _order(self, candidate: Candidate) -> float:
+    def _sort_key(self, candidate: Candidate) -> float:
         if self.objective == "time":
             return candidate.bound_s
         house = Latency()
@@ -549,7 +549,7 @@ class Planner:
         house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s
         return (candidate.bound_s + house_s) * devices_of(candidate.config)
 
-    def layouts(self) -> Iterator[Changes]:
+    def model_layouts(self) -> Iterator[Changes]:
         """Yield every layout that divides the model; `sim` engines have just one."""
         costs = self.costs
         return iter([{}]) if costs is None else layouts(self.config, costs.model, costs.device.devices_per_node)
@@ -558,7 +558,7 @@ class Planner:
         # The memory of a machine that all share is unknown, so there is just the configured micro-batch.
         return iter([{}]) if self.costs is None or self.costs.device.shared_by else micro_batches(config)
 
-    def _fitting(self, candidate: Candidate) -> Iterator[Candidate | ConfigError]:
+    def _fit_batches(self, candidate: Candidate) -> Iterator[Candidate | ConfigError]:
         """Yield the candidate's variants with batches worth trying, and the error of each that does not fit."""
         device = self.device
         # A machine that all share does least with few full batches.
@@ -583,7 +583,7 @@ class Planner:
                     settings = {**candidate.settings, **sized, **cut}
                     yield Candidate(config, settings, bound_s, headroom_gb=headroom_gb)
 
-    def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
+    def _role_splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
         """Yield roles; to minimize the cost, also for fewer devices."""
         fixed = devices_of(config) - sum(config.roles.get(role, 0) for role in SIZED)
         room = self.num_devices - fixed

@@ -78,7 +78,7 @@ class TaskQueue:
         if self.spec.in_order:
             part.untaken = list(rows)
 
-    def offer(self, partition: int, row: int) -> None:
+    def offer_row(self, partition: int, row: int) -> None:
         """Mark a row as ready: all its inputs are there."""
         part = self._parts[partition]
         if self.spec.whole_groups:
@@ -100,7 +100,7 @@ class TaskQueue:
         part.num_ready += len(rows)
         part.num_tokens += item.tokens
 
-    def take(self, want: Want, newest: int | None) -> tuple[int, list[Item]] | None:
+    def take_rows(self, want: Want, newest: int | None) -> tuple[int, list[Item]] | None:
         """Take rows of the oldest partition that has any, but none after partition `newest`; None: nothing to take."""
         for number, part in self._parts.items():
             if not part.num_ready or (self.spec.barrier and not part.rest_ready):
@@ -108,14 +108,14 @@ class TaskQueue:
             # Partitions go out in order: what holds back the oldest one holds back those after it.
             if (newest is not None and number > newest) or not self._front_ready(part, want.num_rows):
                 return None
-            return number, self._pick(part, want)
+            return number, self._pick_items(part, want)
         return None
 
     def has_ready(self) -> bool:
         """Whether some partition has rows to take, whatever its number."""
         return any(part.num_ready and not (self.spec.barrier and not part.rest_ready) for part in self._parts.values())
 
-    def form(self, step: int, want: Want, now: float) -> Formed | None:
+    def form_round(self, step: int, want: Want, now: float) -> Formed | None:
         """Form the next round of a step; None: more rows must come first."""
         if self.spec.steps is not None:
             return self._form_first_ready(self.spec.steps, step, want, now)
@@ -126,10 +126,10 @@ class TaskQueue:
         if not (part.rest_ready or (full and not self.spec.barrier)) or not self._front_ready(part, want.num_rows):
             return None
         rest = part.rest_ready
-        slices = self._assign(step, self._pick(part, want), want)
+        slices = self._assign_slices(step, self._pick_items(part, want), want)
         return Formed(step, slices, rest and not part.num_ready, now)
 
-    def forget(self, before: int) -> None:
+    def forget_partitions(self, before: int) -> None:
         """Drop finished partitions of steps before this one."""
         for number in [number for number, part in self._parts.items() if number < before and not part.num_ready]:
             if self._parts[number].num_taken >= self._parts[number].size:
@@ -145,12 +145,12 @@ class TaskQueue:
         chosen = policies.choose(steps, step, assigned, offers, want.num_rows)
         if chosen is None:
             return None
-        picked = self._pick(self._parts[chosen.partition], Want(chosen.num_ready, 0, want.num_ranks))
+        picked = self._pick_items(self._parts[chosen.partition], Want(chosen.num_ready, 0, want.num_ranks))
         self._in_step[step] = assigned + sum(len(item.rows) for item in picked)
         last = self._in_step[step] >= steps.num_rows
-        return Formed(chosen.partition, self._assign(step, picked, want), last, now)
+        return Formed(chosen.partition, self._assign_slices(step, picked, want), last, now)
 
-    def _assign(self, step: int, items: Sequence[Item], want: Want) -> list[list[Item]]:
+    def _assign_slices(self, step: int, items: Sequence[Item], want: Want) -> list[list[Item]]:
         loads = self._assigned.setdefault(step, [0] * want.num_ranks)
         slices = self.spec.policy.assign(items, loads)
         self._assigned[step] = [
@@ -158,7 +158,7 @@ class TaskQueue:
         ]
         return slices
 
-    def _pick(self, part: _Partition, want: Want) -> list[Item]:
+    def _pick_items(self, part: _Partition, want: Want) -> list[Item]:
         policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
         chosen = policy.pick(iter(part.ready), want)
         # Most policies take a prefix, which is cheap to remove.
@@ -228,10 +228,10 @@ class World:
         self.turns = SwapTurns(scenario.max_updating)
         self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps + self.further)
         self.followers: list[Instance | ColumnWorker] = []
-        self.gangs: list[Gang] = []
+        self.gangs: list[SimulatedGang] = []
         """The actor, then a critic in a role of its own."""
 
-    def run(self) -> None:
+    def run_to_end(self) -> None:
         """Run until the last step is published.
 
         Raises:
@@ -241,44 +241,44 @@ class World:
             assert self._events or self._work, (
                 f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
             )
-            self._next()()
+            self._next_event()()
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
+    def schedule_at(self, time: float, action: Callable[[], None]) -> None:
         """Schedule an action at simulated time `time` (s); a time in the past means now."""
         self._number += 1
         heapq.heappush(self._events, (max(time, self.now), self._number, action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.at(self.now + seconds, action)
+    def schedule_after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.schedule_at(self.now + seconds, action)
 
     def at_work(self, worked: float, action: Callable[[], None]) -> None:
         """Schedule an action for when `worked` reaches this value (s)."""
         if not self.scenario.times.at_full_speed:
-            self.at(worked, action)
+            self.schedule_at(worked, action)
             return
         self._number += 1
         heapq.heappush(self._work, (max(worked, self.worked), self._number, action))
 
-    def compute(self, seconds: float, done: Callable[[], None], *, workers: int = 1) -> None:
+    def start_computing(self, seconds: float, done: Callable[[], None], *, workers: int = 1) -> None:
         """Occupy `workers` for `seconds` of work each, longer if too many share the machine; then call `done`."""
 
         def ended() -> None:
-            self.computing(-workers)
+            self.adjust_computing(-workers)
             done()
 
-        self.computing(workers)
+        self.adjust_computing(workers)
         self.at_work(self.worked + seconds, ended)
 
     def request(self, number: int = 1) -> None:
         """Charge the queue's CPU time for `number` requests, which only matters where processes share a machine."""
         if self.scenario.times.at_full_speed:
-            self.compute(self.scenario.times.latency.request_s * number, lambda: None)
+            self.start_computing(self.scenario.times.latency.request_s * number, lambda: None)
 
-    def computing(self, more: int) -> None:
+    def adjust_computing(self, more: int) -> None:
         """Change the number of workers that compute by `more`, which may be negative."""
         self._computing += more
 
-    def _next(self) -> Callable[[], None]:
+    def _next_event(self) -> Callable[[], None]:
         """Advance both clocks to the next event and return its action."""
         most = self.scenario.times.at_full_speed
         slowdown = max(1.0, self._computing / most) if most else 1.0
@@ -292,7 +292,7 @@ class World:
             self.now = heap[0][0]
         return heapq.heappop(heap)[2]
 
-    def span(self, process: str, name: str, start: float, end: float, **attributes: object) -> None:
+    def record_span(self, process: str, name: str, start: float, end: float, **attributes: object) -> None:
         self.spans.setdefault(process, []).append(Span(name, start, end, attributes))
 
     # The queue
@@ -307,7 +307,7 @@ class World:
     ) -> None:
         """Ask for rows. `granted(partition, items)` or `outdated(version)` is called now or later."""
         request = _Parked(want, version, granted, outdated)
-        if not self._serve(task, request):
+        if not self._serve_fetch(task, request):
             self._parked[task].append(request)
 
     def put(self, task: str, rows: Sequence[int]) -> None:
@@ -320,28 +320,28 @@ class World:
                 if left:
                     self._missing[reader, row] = left
                 else:
-                    queue.offer(self.partition[row], row)
+                    queue.offer_row(self.partition[row], row)
             self._wake(reader)
 
     def publish(self, version: int) -> None:
         """Publish a weight version: admission continues, followers hear of it after the transfer."""
         self.version = version
         self.step_ends.append(self.now)
-        self.admission.published(version)
+        self.admission.note_published(version)
         latency = self.scenario.times.latency
-        self.after(latency.admit_s, self._admit)
-        self.after(latency.admit_s + latency.transfer_s, lambda: self._weights_arrived(version))
+        self.schedule_after(latency.admit_s, self._admit_prompts)
+        self.schedule_after(latency.admit_s + latency.transfer_s, lambda: self._weights_arrived(version))
         for queue in self.queues.values():
-            queue.forget(version - 1)
+            queue.forget_partitions(version - 1)
 
-    def arrived(self, gang: "Gang") -> None:
+    def last_round_arrived(self, gang: "SimulatedGang") -> None:
         """A gang has its step's last round: the actor updates at once; a critic updates once the actor has its, too."""
         actor = self.gangs[0]
         for each in self.gangs if gang is actor else [gang]:
             if each.num_arrived == actor.num_arrived:
                 each.update()
 
-    def updated(self, gang: "Gang") -> None:
+    def step_updated(self, gang: "SimulatedGang") -> None:
         """A gang finished its step's updates: a critic continues; the actor waits until both are at the same step."""
         actor = self.gangs[0]
         if gang is not actor:
@@ -355,15 +355,15 @@ class World:
         for task in self.queues:
             self._wake(task)
 
-    def _admit(self) -> None:
-        for step in self.admission.admissible():
+    def _admit_prompts(self) -> None:
+        for step in self.admission.admit_steps():
             rows = [row for group in self.admission.groups_of(step) for row in group.rows]
             self.partition.update(dict.fromkeys(rows, step))
             for name, queue in self.queues.items():
                 queue.open(step, rows)
                 if not self._needs[name]:
                     for row in rows:
-                        queue.offer(step, row)
+                        queue.offer_row(step, row)
             for name in self.queues:
                 if not self._needs[name]:
                     self._wake(name)
@@ -371,24 +371,24 @@ class World:
     def _wake(self, task: str) -> None:
         for gang in self.gangs:
             if task == gang.task.name:
-                gang.look()
+                gang.form_rounds()
                 return
         waiting = self._parked[task]
         if not waiting:
             return
         self._parked[task] = []
         for place, request in enumerate(waiting):
-            if not self._serve(task, request):
+            if not self._serve_fetch(task, request):
                 self._parked[task].append(request)
                 # Without a staleness bound all requests are alike: what refused one refuses those behind it.
                 if self.queues[task].spec.max_staleness is None:
                     self._parked[task].extend(waiting[place + 1 :])
                     return
 
-    def _serve(self, task: str, request: _Parked) -> bool:
+    def _serve_fetch(self, task: str, request: _Parked) -> bool:
         queue = self.queues[task]
         newest = queue.spec.newest_step(request.version)
-        taken = queue.take(Want(request.want), newest)
+        taken = queue.take_rows(Want(request.want), newest)
         if taken is not None:
             self.request()
             request.granted(*taken)
@@ -421,39 +421,39 @@ class ColumnWorker:
 
     def start(self) -> None:
         """Send the first fetch."""
-        self._ask()
+        self._fetch_rows()
 
     def weights_arrived(self, version: int) -> None:
         self._ready = version
         if self._needed > self._version and version >= self._needed:
             self._version = version
-            self._ask()
+            self._fetch_rows()
 
-    def _ask(self) -> None:
+    def _fetch_rows(self) -> None:
         want = self._world.scenario.rows_per_fetch[self._task.role]
-        self._world.fetch(self._task.name, want, self._version, self._granted, self._outdated)
+        self._world.fetch(self._task.name, want, self._version, self._handle_grant, self._handle_outdated)
 
-    def _outdated(self, version: int) -> None:
+    def _handle_outdated(self, version: int) -> None:
         self._needed = version
         if self._ready >= version:
             self._version = self._ready
-            self._world.after(0.0, self._ask)
+            self._world.schedule_after(0.0, self._fetch_rows)
 
-    def _granted(self, partition: int, items: list[Item]) -> None:
+    def _handle_grant(self, partition: int, items: list[Item]) -> None:
         world = self._world
         rows = [row for item in items for row in item.rows]
         start = world.now + world.scenario.times.latency.fetch_s
         seconds = sum(work_s(world, name, rows) for name in (*self._task.fused, self._task.name))
 
         def computed() -> None:
-            world.span(self._name, self._task.name, start, world.now, step=partition, rows=len(rows))
-            world.after(world.scenario.times.latency.put_s, done)
+            world.record_span(self._name, self._task.name, start, world.now, step=partition, rows=len(rows))
+            world.schedule_after(world.scenario.times.latency.put_s, done)
 
         def done() -> None:
             world.put(self._task.name, rows)
-            self._ask()
+            self._fetch_rows()
 
-        world.at(start, lambda: world.compute(seconds, computed))
+        world.schedule_at(start, lambda: world.start_computing(seconds, computed))
 
 
 def work_s(world: World, task: str, rows: list[int]) -> float:
@@ -463,7 +463,7 @@ def work_s(world: World, task: str, rows: list[int]) -> float:
     if work is None or not rows:
         return 0.0
     lengths = [world.tokens[row] + times.prompt_tokens for row in rows]
-    return work.seconds(sum(lengths), sum(length * length for length in lengths), len(rows))
+    return work.call_duration_s(sum(lengths), sum(length * length for length in lengths), len(rows))
 
 
 # Roles that train: rounds, micro-batches and mini-batches of `workers.trainer` in simulated time.
@@ -477,7 +477,7 @@ _AHEAD = 2
 """Rounds that a rank asks for beyond those it took: one being read, one waiting (`ReadAhead`)."""
 
 
-class Gang:
+class SimulatedGang:
     """All replicas of the actor or of a critic. Replicas that wait for each other at every micro-batch move as one."""
 
     def __init__(self, world: World, task: PlacedTask) -> None:
@@ -504,15 +504,15 @@ class Gang:
         self._step = 0
         self.num_arrived = 0
         self.num_updated = 0
-        self._arriving = self._assigner(0)
+        self._arriving = self._make_assigner(0)
         self._kept: list[tuple[Formed, int]] = []
 
-    def look(self) -> None:
+    def form_rounds(self) -> None:
         """Form the rounds asked for, as far as rows have arrived."""
         world = self._world
         queue = world.queues[self.task.name]
         while self._asking_for <= world.steps and len(self._formed) < max(self._taken) + _AHEAD:
-            formed = queue.form(self._asking_for, self._want, world.now)
+            formed = queue.form_round(self._asking_for, self._want, world.now)
             if formed is None:
                 return
             self._formed.append(formed)
@@ -522,7 +522,7 @@ class Gang:
             for walker, idle in enumerate(self._idle):
                 if idle and self._taken[walker] == len(self._formed) - 1:
                     self._idle[walker] = False
-                    world.after(world.scenario.times.latency.fetch_s, partial(self._take, walker))
+                    world.schedule_after(world.scenario.times.latency.fetch_s, partial(self._compute_round, walker))
 
     def begin(self) -> None:
         self._step += 1
@@ -530,24 +530,24 @@ class Gang:
             return
         self._at_end = 0
         self._kept = []
-        self._arriving = self._assigner(0)
+        self._arriving = self._make_assigner(0)
         for walker in range(len(self._walkers)):
-            self._next(walker)
+            self._next_round(walker)
 
-    def _next(self, walker: int) -> None:
+    def _next_round(self, walker: int) -> None:
         if self._taken[walker] < len(self._formed):
             formed = self._formed[self._taken[walker]]
             ready = formed.time + self._world.scenario.times.latency.fetch_s
-            self._world.at(ready, lambda: self._take(walker))
+            self._world.schedule_at(ready, lambda: self._compute_round(walker))
         else:
             self._idle[walker] = True
 
-    def _take(self, walker: int) -> None:
+    def _compute_round(self, walker: int) -> None:
         world = self._world
         formed = self._formed[self._taken[walker]]
         self._taken[walker] += 1
         # The round taken makes room for another one ahead.
-        self.look()
+        self.form_rounds()
         ranks = self._walkers[walker]
         slices = [_rows(formed.slices[rank]) for rank in ranks]
         columns_s = max(sum(self._column_s(name, rows) for name in self._fused) for rows in slices)
@@ -556,18 +556,18 @@ class Gang:
             train_s = self._train_s(slices)
 
         def columns() -> None:
-            self._compute(ranks, self._fused[0] if self._fused else "", columns_s, train)
+            self._compute_on_ranks(ranks, self._fused[0] if self._fused else "", columns_s, train)
 
         def train() -> None:
             # A critic's outputs go out before it trains, so that the actor need not wait for that.
             for rows in slices if self.task.outputs else ():
-                world.after(world.scenario.times.latency.put_s, partial(world.put, self.task.name, rows))
-            self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
+                world.schedule_after(world.scenario.times.latency.put_s, partial(world.put, self.task.name, rows))
+            self._compute_on_ranks(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
 
         # Python between rounds first, then columns, then the micro-batches.
-        world.compute(world.scenario.times.latency.round_s, columns, workers=len(ranks))
+        world.start_computing(world.scenario.times.latency.round_s, columns, workers=len(ranks))
 
-    def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
+    def _compute_on_ranks(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
         world, begin = self._world, self._world.now
         if not seconds:
             done()
@@ -575,10 +575,10 @@ class Gang:
 
         def ended() -> None:
             for rank in ranks:
-                world.span(f"{self._role}-{rank}", name, begin, world.now, step=self._step)
+                world.record_span(f"{self._role}-{rank}", name, begin, world.now, step=self._step)
             done()
 
-        world.compute(seconds, ended, workers=len(ranks))
+        world.start_computing(seconds, ended, workers=len(ranks))
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
         """Return whether a round trains on arrival; others are kept for `update`. Only the first mini-batch can."""
@@ -586,16 +586,16 @@ class Gang:
             return True
         total = sum(len(item.rows) for part in formed.slices for item in part)
         self._kept.append((formed, total))
-        return self._arriving.assign(total) == 0 and not self._training.whole_step
+        return self._arriving.assign_round(total) == 0 and not self._training.whole_step
 
     def _after_round(self, walker: int, last: bool) -> None:
         if not last:
-            self._next(walker)
+            self._next_round(walker)
             return
         self._at_end += 1
         if self._at_end == len(self._walkers):
             self.num_arrived = self._step
-            self._world.arrived(self)
+            self._world.last_round_arrived(self)
 
     def update(self) -> None:
         """Train what was kept, with one optimizer update per mini-batch; a replica that streams trained on arrival."""
@@ -603,35 +603,35 @@ class Gang:
         num_mini_batches = settings.num_mini_batches
         total_s = 0.0
         for number in range(settings.ppo_epochs if self._kept else 1):
-            assigner = self._assigner(number)
+            assigner = self._make_assigner(number)
             seconds = [0.0] * num_mini_batches
             for formed, total in self._kept:
-                place = assigner.assign(total)
+                place = assigner.assign_round(total)
                 # The first mini-batch of the first pass trained as it arrived.
                 if (number, place) != (0, 0) or self._training.whole_step:
                     seconds[place] += self._train_s([_rows(part) for part in formed.slices])
             total_s += sum(seconds) + num_mini_batches * self._world.scenario.times.update_s[self._role]
-        done = self._publish if self._role == "actor" else self._updated
-        self._compute(range(self._replicas), "optimizer", total_s, done)
+        done = self._publish_weights if self._role == "actor" else self._finish_step
+        self._compute_on_ranks(range(self._replicas), "optimizer", total_s, done)
 
-    def _publish(self) -> None:
+    def _publish_weights(self) -> None:
         world = self._world
         published = world.now + world.scenario.times.latency.publish_s
-        world.span("actor-0", "publish weights", world.now, published, step=self._step)
-        world.at(published, self._published)
+        world.record_span("actor-0", "publish weights", world.now, published, step=self._step)
+        world.schedule_at(published, self._finish_publish)
 
-    def _published(self) -> None:
+    def _finish_publish(self) -> None:
         world = self._world
         rows = [row for formed in self._formed[: self._taken[0]] for part in formed.slices for row in _rows(part)]
         world.trained.append(sum(world.tokens[row] - world.scenario.turns.read_tokens for row in rows))
         world.publish(self._step)
-        self._updated()
+        self._finish_step()
 
-    def _updated(self) -> None:
+    def _finish_step(self) -> None:
         self._formed = self._formed[self._taken[0] :]
         self._taken = [0] * len(self._taken)
         self.num_updated = self._step
-        self._world.updated(self)
+        self._world.step_updated(self)
 
     def _column_s(self, task: str, rows: list[int]) -> float:
         size = self._training.rows_per_call
@@ -663,10 +663,10 @@ class Gang:
             groups = {rows[position] // size for position in cut} if training.shared_prompt else cut
             tokens = prompt * len(groups) + sum(length for _, length in lengths)
             squares = sum((prompt + length) ** 2 for _, length in lengths)
-            seconds.append(times.train[self._role].seconds(tokens, squares))
+            seconds.append(times.train[self._role].call_duration_s(tokens, squares))
         return seconds
 
-    def _assigner(self, pass_number: int) -> MiniBatchAssigner:
+    def _make_assigner(self, pass_number: int) -> MiniBatchAssigner:
         scenario = self._world.scenario
         number = self._training.settings.num_mini_batches
         seed = f"{scenario.seed}/{self._step}/{pass_number}"
@@ -722,16 +722,16 @@ class Instance:
 
     def weights_arrived(self, version: int) -> None:
         self._ready = max(self._ready, version)
-        self.look()
+        self.advance_rollouts()
 
-    def look(self) -> None:
+    def advance_rollouts(self) -> None:
         """Advance: collect finished turns, swap weights if due, fill free slots."""
         world = self._world
         if self._swapping:
             return
-        ended = self._decoding.ended(world.worked)
+        ended = self._decoding.take_ended(world.worked)
         for row in ended:
-            self._drawn(row)
+            self._end_turn(row)
         self._swap_if_due()
         if self._swapping:
             return
@@ -740,7 +740,7 @@ class Instance:
             self.note_idle()
         if self._computing != bool(self._num_drawing):
             self._computing = bool(self._num_drawing)
-            world.computing(1 if self._computing else -1)
+            world.adjust_computing(1 if self._computing else -1)
         # Each look schedules the next one, so only the newest scheduled look counts.
         self._looks += 1
         end, number = self._decoding.next_end, self._looks
@@ -749,47 +749,47 @@ class Instance:
 
     def _look_again(self, number: int) -> None:
         if number == self._looks:  # otherwise the next end has changed since
-            self.look()
+            self.advance_rollouts()
 
     def note_idle(self) -> None:
         """End the timeline's current `generate` span, if there is one."""
         if self._busy_since is not None:
             if self._world.now > self._busy_since:
-                self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
+                self._world.record_span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
             self._busy_since = None
 
-    def _drawn(self, row: int) -> None:
+    def _end_turn(self, row: int) -> None:
         """A turn ended; the session service and tools follow, then the next turn."""
         self._num_drawing -= 1
         if not self._world.scenario.most_live:
-            self._end(row)
+            self._end_rollout(row)
             return
         self._replied.append(row)
         if len(self._replied) == 1:
-            self._serve()
+            self._serve_reply()
 
-    def _serve(self) -> None:
+    def _serve_reply(self) -> None:
         """Pass on the first reply, then the next: the session service handles one at a time."""
         world, turns = self._world, self._world.scenario.turns
 
         def served() -> None:
             row = self._replied.popleft()
-            world.after(max(0.0, turns.tool_s - turns.cpu_s) / turns.replies, lambda: self._go_on(row))
+            world.schedule_after(max(0.0, turns.tool_s - turns.cpu_s) / turns.replies, lambda: self._go_on(row))
             if self._replied:
-                self._serve()
+                self._serve_reply()
 
-        world.compute(turns.cpu_s / turns.replies, served)
+        world.start_computing(turns.cpu_s / turns.replies, served)
 
     def _go_on(self, row: int) -> None:
         if self._turns[row]:
             heapq.heappush(self._calls, row)
         else:
-            self._end(row)
+            self._end_rollout(row)
             if not self._running:
                 self.note_idle()
-        self.look()
+        self.advance_rollouts()
 
-    def _end(self, row: int) -> None:
+    def _end_rollout(self, row: int) -> None:
         world = self._world
         lease = self._running.pop(row)
         del self._turns[row]
@@ -797,7 +797,7 @@ class Instance:
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
             lease.left -= len(rows)
-            world.after(world.scenario.times.latency.put_s, lambda: world.put(self._task, rows))
+            world.schedule_after(world.scenario.times.latency.put_s, lambda: world.put(self._task, rows))
 
     def _swap_if_due(self) -> None:
         self._draining = False
@@ -816,28 +816,28 @@ class Instance:
             return
         if world.turns.ask(self, self, None):
             self._swapping = True
-            world.after(scenario.times.latency.swap_s, self._swapped)
+            world.schedule_after(scenario.times.latency.swap_s, self._finish_swap)
         else:
-            world.after(_RETRY_S, self.look)
+            world.schedule_after(_RETRY_S, self.advance_rollouts)
 
-    def _swapped(self) -> None:
+    def _finish_swap(self) -> None:
         self._swapping = False
         self._version = self._ready
         self._world.turns.end(self)
-        self.look()
+        self.advance_rollouts()
 
     def _fill(self) -> None:
         world = self._world
         scenario = world.scenario
         turns, times, waiting = scenario.turns, scenario.times, self._waiting
-        begun = min(self._room(), len(waiting)) if waiting else 0
+        begun = min(self._free_places(), len(waiting)) if waiting else 0
         for _ in range(begun):
             lease, row = waiting.popleft()
             self._running[row] = lease
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            tokens, number = scenario.tokens(row), turns.of(row)
+            tokens, number = scenario.tokens(row), turns.num_replies(row)
             world.tokens[row] = tokens + turns.read_tokens
             # The response's tokens are spread evenly over its turns.
             share_s = self._alone_s * tokens / number
@@ -845,15 +845,15 @@ class Instance:
             heapq.heappush(self._calls, row)
         if begun and self._busy_since is None:
             self._busy_since = world.now
-        self._enter()
+        self._begin_turns()
         if self._asked or self._version < max(0, self._needed):
             return
-        want = self._room() - len(waiting)
+        want = self._free_places() - len(waiting)
         if want > 0:
             self._asked = True
-            world.fetch(self._task, want, self._version, self._granted, self._outdated)
+            world.fetch(self._task, want, self._version, self._handle_grant, self._handle_outdated)
 
-    def _enter(self) -> None:
+    def _begin_turns(self) -> None:
         """Begin waiting turns in free slots."""
         scenario, now = self._world.scenario, self._world.worked
         begun: list[tuple[int, float, float]] = []
@@ -864,18 +864,18 @@ class Instance:
         if not begun:
             return
         prefill = scenario.times.prefill
-        seconds = prefill.seconds(sum(tokens for _, tokens, _ in begun), rows=len(begun))
+        seconds = prefill.call_duration_s(sum(tokens for _, tokens, _ in begun), rows=len(begun))
         # Prompts that join an engine step which others entered pay for their tokens only: the call is paid for.
         if now < self._entered_until:
             seconds -= prefill.call_s
             self._entered_until += seconds
         else:
             self._entered_until = now + seconds + scenario.times.decode_s(self._num_drawing)
-        self._decoding.stall(seconds, now)
+        self._decoding.stall_responses(seconds, now)
         for row, _, drawing_s in begun:
             self._decoding.begin(row, drawing_s, now)
 
-    def _room(self) -> int:
+    def _free_places(self) -> int:
         scenario, live = self._world.scenario, len(self._running)
         slots = scenario.times.slots
         # A deterministic run generates batches of fixed size, so nothing joins while one is at work.
@@ -885,21 +885,21 @@ class Instance:
             return slots - live
         return room(places=slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
 
-    def _granted(self, partition: int, items: list[Item]) -> None:
+    def _handle_grant(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]
         lease = _Lease(partition, len(rows), [])
 
         def came() -> None:
             self._asked = False
             self._waiting.extend((lease, row) for row in rows)
-            self.look()
+            self.advance_rollouts()
 
-        self._world.after(self._world.scenario.times.latency.fetch_s, came)
+        self._world.schedule_after(self._world.scenario.times.latency.fetch_s, came)
 
-    def _outdated(self, version: int) -> None:
+    def _handle_outdated(self, version: int) -> None:
         self._asked = False
         self._needed = version
-        self._world.after(0.0, self.look)
+        self._world.schedule_after(0.0, self.advance_rollouts)
 
 
 @dataclass(frozen=True)
@@ -954,7 +954,7 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
         if role != "rollout" and role not in TRAINERS
         for number in range(scenario.workers[role])
     ]
-    gangs = [Gang(world, by_role[role]) for role in scenario.training]
+    gangs = [SimulatedGang(world, by_role[role]) for role in scenario.training]
     world.followers += [*instances, *columns]
     world.gangs += gangs
     world.publish(0)
@@ -962,7 +962,7 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
         worker.start()
     for gang in gangs:
         gang.begin()
-    world.run()
+    world.run_to_end()
     for instance in instances:
         instance.note_idle()
     timeline = RunTimeline(world.spans, dict(enumerate(world.step_ends)), {})

@@ -78,7 +78,7 @@ class Gang:
         self._exited = exited
         self._killed = threading.Event()
         self._agent: GangAgent | None = None
-        self._thread = threading.Thread(target=self._watch, name=f"gang-{spec.name}", daemon=True)
+        self._thread = threading.Thread(target=self._watch_ranks, name=f"gang-{spec.name}", daemon=True)
 
     def start(self) -> None:
         """Start the ranks; returns at once."""
@@ -99,11 +99,11 @@ class Gang:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _watch(self) -> None:
+    def _watch_ranks(self) -> None:
         """Run the agent. However this thread ends, the supervisor learns that the gang is gone."""
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
-            exited = self._run()
+            exited = self._run_agent()
         except Exception as error:  # thread boundary: e.g. logs/ is not writable
             logger.exception("gang %s", self.spec.name)
             text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher*.log"
@@ -111,7 +111,7 @@ class Gang:
         finally:
             self._exited(exited)
 
-    def _run(self) -> GangExited:
+    def _run_agent(self) -> GangExited:
         spec = self.spec
         if self._killed.is_set():  # the fork server may be gone: asking it would start a new one
             return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time())
@@ -131,7 +131,7 @@ class Gang:
             gang=spec.name,
             ranks=self._ranks,
             killed=self._killed,
-            last_words=functools.partial(self._store.left, spec.name),
+            last_words=functools.partial(self._store.last_words, spec.name),
         )
         try:
             result = agent.run()
@@ -175,7 +175,7 @@ class GangAgent(LocalElasticAgent):
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every live rank. Any thread may call it."""
-        for process in self._processes():
+        for process in self._rank_processes():
             with contextlib.suppress(ProcessLookupError):
                 if process.pid is not None:
                     os.kill(process.pid, number)
@@ -187,29 +187,29 @@ class GangAgent(LocalElasticAgent):
             self._kill_all()
         # A rank that returns waits for its agent before it exits, so one that is gone by now died, even with code 0.
         codes = {rank: process.exitcode for rank, process in self._by_rank()}
-        dead = [self._failure(rank, code) for rank, code in codes.items() if code is not None]
-        dead += self._stopped()
+        dead = [self._describe_failure(rank, code) for rank, code in codes.items() if code is not None]
+        dead += self._find_stopped_ranks()
         if not dead:
             result: RunResult = super()._monitor_workers(worker_group)
             return result
-        self.failure = min(dead, key=GangExited.precedence)
+        self.failure = min(dead, key=GangExited.failure_precedence)
         self._kill_all()
         return RunResult(state=WorkerState.FAILED)
 
-    def _stopped(self) -> list[GangExited]:
+    def _find_stopped_ranks(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
         # From /proc, not from missing heartbeats: a process whose threads wait for the GIL would look dead too.
         stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
-            self._exited(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed")
+            self._make_exited(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed")
             for rank, since in self._stopped_since.items()
             if now - since > STOPPED_S
         ]
 
     def _kill_all(self) -> None:
-        processes = self._processes()
+        processes = self._rank_processes()
         for process in processes:
             process.kill()
         for process in processes:
@@ -223,25 +223,25 @@ class GangAgent(LocalElasticAgent):
         else:  # before torch 2.12
             inherited(signal.SIGKILL)
 
-    def _failure(self, rank: int, code: int) -> GangExited:
-        recorded = self._logs.failure(rank, code)
+    def _describe_failure(self, rank: int, code: int) -> GangExited:
+        recorded = self._logs.read_failure(rank, code)
         if recorded is not None:
             return recorded
         if code < 0:
-            return self._exited(rank, code, f"ended by {signal.Signals(-code).name}")
+            return self._make_exited(rank, code, f"ended by {signal.Signals(-code).name}")
         if code == _UNKNOWN and fork_server.has_died(self.fork_server):
             return _without_server(self._gang, rank, self.fork_server)
         if error := error_in(self._last_words(rank)):  # on a full disk it cannot write its error file
-            return self._exited(rank, code or 1, error)
-        return self._exited(rank, code or 1, f"exited with code {code} without finishing")
+            return self._make_exited(rank, code or 1, error)
+        return self._make_exited(rank, code or 1, f"exited with code {code} without finishing")
 
-    def _exited(self, rank: int, code: int, error: str) -> GangExited:
+    def _make_exited(self, rank: int, code: int, error: str) -> GangExited:
         return GangExited(self._gang, code, error, rank, time.time())
 
     def _by_rank(self) -> list[tuple[int, BaseProcess]]:
-        return list(zip(self._ranks, self._processes(), strict=False))  # empty before the start
+        return list(zip(self._ranks, self._rank_processes(), strict=False))  # empty before the start
 
-    def _processes(self) -> list[BaseProcess]:
+    def _rank_processes(self) -> list[BaseProcess]:
         context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
         return list(context._pc.processes) if context is not None and context._pc is not None else []
 
@@ -311,7 +311,7 @@ class RankLogs(LogsSpecs):
             # An earlier attempt's error must not count for this one.
             self._error_file(rank).unlink(missing_ok=True)
             errors[local_rank] = str(self._error_file(rank))
-            variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")
+            variables[LOG_VARIABLE] = str(self._dir / f"{self._rank_in_role(rank)}.log")
             variables[ATTEMPT_VARIABLE] = str(self._attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             # Global ranks come from the placement; torchelastic set this node's.
@@ -319,7 +319,7 @@ class RankLogs(LogsSpecs):
             variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
 
-    def failure(self, rank: int, code: int) -> GangExited | None:
+    def read_failure(self, rank: int, code: int) -> GangExited | None:
         """Return the last error that a rank of the gang recorded, or None."""
         path = self._error_file(rank)
         try:
@@ -331,8 +331,8 @@ class RankLogs(LogsSpecs):
         final, deadline = message.get("final", False), message.get("deadline", False)
         return GangExited(self._gang.name, code, error, rank, at, final, deadline)
 
-    def _label(self, rank: int) -> int:
+    def _rank_in_role(self, rank: int) -> int:
         return self._gang.index * self._gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
-        return self._dir / f"{self._label(rank)}.error.json"
+        return self._dir / f"{self._rank_in_role(rank)}.error.json"

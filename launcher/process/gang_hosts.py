@@ -131,7 +131,7 @@ class AllHosts:
         self._parts: dict[str, GangParts] = {}
         self._lock = threading.Lock()
 
-    def add(self, hosts: Mapping[int, GangHost]) -> None:
+    def add_hosts(self, hosts: Mapping[int, GangHost]) -> None:
         self._hosts.update(hosts)
 
     def start(self, gang: GangSpec, attempt: int) -> None:
@@ -159,7 +159,7 @@ class AllHosts:
         """Report that a gang's ranks on a node are gone. Any thread may call it."""
         with self._lock:
             parts = self._parts.get(part.gang)
-            orders = [] if parts is None else parts.exited(node, part)
+            orders = [] if parts is None else parts.part_exited(node, part)
         for order in orders:
             match order:
                 case KillPart():
@@ -189,7 +189,7 @@ class GangParts:
         self._killed |= self._running
         return orders
 
-    def exited(self, node: int, part: GangExited) -> list[KillPart | GangExited]:
+    def part_exited(self, node: int, part: GangExited) -> list[KillPart | GangExited]:
         """Take in the end of a node's ranks; the end of the whole gang follows the last one."""
         if node not in self._running:
             return []
@@ -200,10 +200,10 @@ class GangParts:
             if not (self._failures and node in self._killed and part.code == _KILLED):
                 self._failures.append(part)
             orders += self.kill()
-        return orders if self._running else [self._merged(part)]
+        return orders if self._running else [self._merge_exits(part)]
 
-    def _merged(self, last: GangExited) -> GangExited:
+    def _merge_exits(self, last: GangExited) -> GangExited:
         if not self._failures:
             return last
-        first = min(self._failures, key=GangExited.precedence)
+        first = min(self._failures, key=GangExited.failure_precedence)
         return replace(first, deadline=any(part.deadline for part in self._failures))

@@ -44,16 +44,16 @@ class JobStoreClient:
     def __init__(self, host: str, port: int, secret: str, client: TCPStore | None = None) -> None:
         self.host = host
         self.port = port
-        self._store = SealedStore(self.client() if client is None else client, bytes.fromhex(secret))
+        self._store = SealedStore(self.open_client() if client is None else client, bytes.fromhex(secret))
 
-    def client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
+    def open_client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
         """Return another connection, for a thread of its own; it does not seal what it reads and writes."""
         return connect_store(self.host, self.port, timeout)
 
-    def left(self, gang: str, rank: int) -> str | None:
+    def last_words(self, gang: str, rank: int) -> str | None:
         """Return what a rank said when it left; None: it has not. Any thread may call it, since it does not block."""
         key = f"left/{gang}/{rank}"
-        words = self._store.look([key]).get(key)
+        words = self._store.get_existing([key]).get(key)
         return None if words is None else words.decode(errors="replace")
 
     def keep_journal(self, unit: str) -> JournalMemory:
@@ -76,9 +76,9 @@ class JobStore(JobStoreClient):
 
     def is_done(self) -> bool:
         """Return whether the last step is trained and saved."""
-        return bool(self._store.look(["done"]))
+        return bool(self._store.get_existing(["done"]))
 
-    def forget(self, gang: GangSpec) -> None:
+    def forget_reports(self, gang: GangSpec) -> None:
         """Drop what the ranks of a gang reported before they ended, because the gang starts again."""
         for rank in range(gang.num_ranks):
             self._store.delete_key(f"left/{gang.name}/{rank}")
@@ -89,12 +89,14 @@ class JobStore(JobStoreClient):
     def new_warnings(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
         """Return new warnings of these (gang, rank), and which ended; two round trips after the first call."""
         keys = {f"warning/{gang}/{rank}": gang for gang, rank in ranks}
-        for key in keys.keys() - self._warnings.keys():  # create missing keys: `look` reads in one go only if all exist
-            with contextlib.suppress(SealBroken):  # not written by this job; `look` reports it
+        for key in (
+            keys.keys() - self._warnings.keys()
+        ):  # create missing keys: `get_existing` reads in one go only if all exist
+            with contextlib.suppress(SealBroken):  # not written by this job; `get_existing` reports it
                 self._store.set_first(key, json.dumps({"text": ""}))
             self._warnings[key] = ""
         new = []
-        for key, said in self._store.look(list(keys)).items():
+        for key, said in self._store.get_existing(list(keys)).items():
             text = str(json.loads(said)["text"])
             if text != self._warnings[key]:
                 self._warnings[key] = text
@@ -104,26 +106,28 @@ class JobStore(JobStoreClient):
     def first_failures(self) -> dict[str, str]:
         """Return why something of each kind (`reward`, `rollout`) first failed; each kind is returned once."""
         keys = {f"first/{kind}_failure": kind for kind in _FAILURES if kind not in self._told_failures}
-        new = {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
+        new = {keys[key]: said.decode() for key, said in self._store.get_existing(list(keys)).items()} if keys else {}
         self._told_failures.update(new)
         return new
 
     def last_failures(self) -> dict[str, str]:
         """Return why something of each kind last failed."""
         keys = {f"{kind}_failure": kind for kind in _FAILURES if kind in self._told_failures}
-        return {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
+        return {keys[key]: said.decode() for key, said in self._store.get_existing(list(keys)).items()} if keys else {}
 
-    def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
+    def read_statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of each (gang, rank) that has one; two round trips once all have."""
         keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
-        return {keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.look(list(keys)).items()}
+        return {
+            keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.get_existing(list(keys)).items()
+        }
 
     def exit_of(self, gang: GangSpec, statuses: Statuses) -> GangExited | None:
         """Return how a gang that the user started ended; None while its ranks live.
 
         It ended when all ranks said that they left, or one failed or is gone without a word.
         """
-        words = {rank: self.left(gang.name, rank) for rank in range(gang.num_ranks)}
+        words = {rank: self.last_words(gang.name, rank) for rank in range(gang.num_ranks)}
         for rank, word in words.items():
             if error := error_in(word):
                 return GangExited(gang.name, FAILED, error, rank, time.time())

@@ -271,7 +271,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         # A dumb terminal cannot move its cursor: rich would show nothing there until the end.
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(self._render(), console=self._console, auto_refresh=False, transient=True)
+            self._live = Live(self._render_status(), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         return self
 
@@ -292,31 +292,31 @@ class Progress:
 
     def ready(self, num_workers: int) -> None:
         """Say that all ranks are at work."""
-        self.event(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
+        self.print_event(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self.event(step_line(metrics, self._last_step))
+        self.print_event(step_line(metrics, self._last_step))
 
-    def evaluation(self, evaluation: Metrics) -> None:
+    def report_evaluation(self, evaluation: Metrics) -> None:
         if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
             self._evaluation = evaluation
-        self.event(evaluation_line(evaluation, self._last_step))
+        self.print_event(evaluation_line(evaluation, self._last_step))
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         """Show what the user should know now, e.g. that a stop is under way."""
         self._note = text
         if self._live is None:
-            self.event(text)
+            self.print_event(text)
 
     def update(self, statuses: Statuses) -> None:
         """Show what the ranks report; called about twice a second."""
         self._statuses = statuses
         if self._live is not None:
             with _even_if_closed(self._console.file):
-                self._live.update(self._render(), refresh=True)
+                self._live.update(self._render_status(), refresh=True)
 
-    def event(self, text: str) -> None:
+    def print_event(self, text: str) -> None:
         """Print a line for the record, e.g. that a process starts again."""
         if self._live is not None:
             with _even_if_closed(self._console.file):
@@ -324,7 +324,7 @@ class Progress:
         else:
             print_line(text)
 
-    def _render(self) -> Group:
+    def _render_status(self) -> Group:
         now = time.time()  # statuses carry wall-clock times
         rows = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):

@@ -16,7 +16,7 @@ class Phase(StrEnum):
     EXIT = "exit"
 
 
-class Timer(StrEnum):
+class RunTimer(StrEnum):
     START = "start"
     EVALUATE = "evaluate"
     STOP = "stop"
@@ -46,7 +46,7 @@ class GangExited:
     final: bool = False
     deadline: bool = False
 
-    def precedence(self) -> tuple[bool, float]:
+    def failure_precedence(self) -> tuple[bool, float]:
         """Sort key that puts the cause first: a signal before the errors that peers of the lost rank then raise."""
         return self.code >= 0, self.at
 
@@ -114,10 +114,10 @@ class RestoreFailed:
 
 
 @dataclass(frozen=True)
-class DeadlinePassed:
+class TimerExpired:
     """An armed timer ran out; `detail` names the ranks that were awaited."""
 
-    timer: Timer
+    timer: RunTimer
     detail: str = ""
     gang: str = ""
 
@@ -133,7 +133,7 @@ Event = (
     | StopRequested
     | Restored
     | RestoreFailed
-    | DeadlinePassed
+    | TimerExpired
 )
 
 
@@ -146,9 +146,9 @@ class SetPhase:
 
 @dataclass(frozen=True)
 class Arm:
-    """Send `DeadlinePassed(timer, gang=gang)` after `seconds`; arming a timer again restarts it."""
+    """Send `TimerExpired(timer, gang=gang)` after `seconds`; arming a timer again restarts it."""
 
-    timer: Timer
+    timer: RunTimer
     seconds: float
     gang: str = ""
 

@@ -29,7 +29,7 @@ from launcher.plan.profile import (
     OPTIMIZER,
     PREFILL,
     TRAIN,
-    Block,
+    MeasuredBlock,
 )
 from workers.data.model_files import eos_token_ids, read_model_config, weight_files
 from workers.engines.base import GenerateRequest
@@ -75,13 +75,13 @@ class Bench:
         self._vocabulary = 0
         self._exchanged: dict[str, float] = {}
 
-    def seconds(self, block: Block) -> float:
+    def measure_block(self, block: MeasuredBlock) -> float:
         """Return the median time of a block (s)."""
         if block.name in COLLECTIVES:
-            return self._collective(block)
-        kinds = {TRAIN: self._train, OPTIMIZER: self._optimizer, FORWARD: self._forward, DECODE: self._decode,
-                 PREFILL: self._prefill, LATER_TURN: self._prefill,
-                 COPY_OUT: self._copy, COPY_IN: self._copy}  # fmt: skip
+            return self._time_collective(block)
+        kinds = {TRAIN: self._time_train, OPTIMIZER: self._time_optimizer, FORWARD: self._time_forward,
+                 DECODE: self._time_decode, PREFILL: self._time_prefill, LATER_TURN: self._time_prefill,
+                 COPY_OUT: self._time_copy, COPY_IN: self._time_copy}  # fmt: skip
         once = kinds[block.name]
         once(block)  # warm-up: allocates and compiles
         took: list[float] = []
@@ -95,48 +95,48 @@ class Bench:
             engine.close()
         self._made = ("", 0, None)
 
-    def _train(self, block: Block) -> float:
+    def _time_train(self, block: MeasuredBlock) -> float:
         engine = self._engine(TRAIN, block.layers)
-        batch = self._batch(block)
-        seconds = self._timed(lambda: engine.forward_backward(batch, _loss))
+        batch = self._make_batch(block)
+        seconds = self._time_call(lambda: engine.forward_backward(batch, _loss))
         engine.zero_grad()
         return seconds
 
-    def _optimizer(self, block: Block) -> float:
+    def _time_optimizer(self, block: MeasuredBlock) -> float:
         engine = self._engine(TRAIN, block.layers)
-        engine.forward_backward(self._batch(block), _loss)
-        return self._timed(lambda: engine.step(1e-3))
+        engine.forward_backward(self._make_batch(block), _loss)
+        return self._time_call(lambda: engine.step(1e-3))
 
-    def _forward(self, block: Block) -> float:
+    def _time_forward(self, block: MeasuredBlock) -> float:
         engine = self._engine(FORWARD, block.layers)
-        batch = self._batch(block)
-        return self._timed(lambda: engine.log_probs(batch))
+        batch = self._make_batch(block)
+        return self._time_call(lambda: engine.log_probs(batch))
 
-    def _prefill(self, block: Block) -> float:
+    def _time_prefill(self, block: MeasuredBlock) -> float:
         engine = self._engine(DECODE, block.layers)
-        seconds = self._timed(partial(_begin, engine, self._prompts(block)))
+        seconds = self._time_call(partial(_begin, engine, self._make_prompts(block)))
         engine.abort()
         return seconds
 
-    def _decode(self, block: Block) -> float:
+    def _time_decode(self, block: MeasuredBlock) -> float:
         # The mean context over the measured tokens is the block's prompt.
         engine = self._engine(DECODE, block.layers)
-        _begin(engine, self._prompts(replace(block, prompt=max(1, block.prompt - _DECODED // 2))))
+        _begin(engine, self._make_prompts(replace(block, prompt=max(1, block.prompt - _DECODED // 2))))
 
         def rest() -> None:
             while engine.num_running:
                 engine.step(_NEVER)
 
-        return self._timed(rest) / _DECODED
+        return self._time_call(rest) / _DECODED
 
-    def _copy(self, block: Block) -> float:
+    def _time_copy(self, block: MeasuredBlock) -> float:
         device = self._device
         host = torch.ones(block.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         there = torch.ones(block.size, dtype=torch.uint8, device=device)
         target, source = (host, there) if block.name == COPY_OUT else (there, host)
-        return self._timed(lambda: target.copy_(source))
+        return self._time_call(lambda: target.copy_(source))
 
-    def _collective(self, block: Block) -> float:
+    def _time_collective(self, block: MeasuredBlock) -> float:
         """Measure all collectives in all sizes at once, when the first one is asked for."""
         if not self._exchanged:
             self.close()
@@ -193,7 +193,7 @@ class Bench:
         model.save_pretrained(path)
         return path
 
-    def _prompts(self, block: Block) -> list[Tensor]:
+    def _make_prompts(self, block: MeasuredBlock) -> list[Tensor]:
         """Return a prompt for each row; the rows of a group share theirs."""
         size = 1 if block.name == LATER_TURN else self._config.schedule.n_samples_per_prompt
         tokens = [token for token in range(min(2**15, self._num_tokens())) if token not in self._eos]
@@ -202,16 +202,16 @@ class Bench:
         prompts_GP = torch.tensor(tokens)[chosen]
         return [prompts_GP[row // size] for row in range(block.rows)]
 
-    def _batch(self, block: Block) -> Sequences:
-        prompts = self._prompts(block)
+    def _make_batch(self, block: MeasuredBlock) -> Sequences:
+        prompts = self._make_prompts(block)
         responses = torch.randint(self._num_tokens(), (block.rows, block.response), generator=self._random)
-        return Sequences.of(prompts, list(responses))
+        return Sequences.from_turns(prompts, list(responses))
 
     def _num_tokens(self) -> int:
         self._vocabulary = self._vocabulary or int(read_model_config(Path(self._config.model.path))["vocab_size"])
         return self._vocabulary
 
-    def _timed(self, call: Callable[[], object]) -> float:
+    def _time_call(self, call: Callable[[], object]) -> float:
         wait_for_device(self._device)
         began = self._clock()
         call()
@@ -297,7 +297,7 @@ class Measuring:
             torch.set_num_threads(self._config.launcher.threads_per_worker)
             self._group.enter_context(default_group(self._device))
             self._bench = Bench(self._config, self._device, self._place, longest=longest)
-        return self._bench.seconds(Block(**block))
+        return self._bench.measure_block(MeasuredBlock(**block))
 
     def close(self) -> None:
         """End the processes of the engine."""

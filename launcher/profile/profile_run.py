@@ -47,9 +47,9 @@ def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> 
     with _measuring(kind, config) as measure:
         first = measure("", "", "describe")
         ranks = first["ranks"] if kind != "cpu" or config.roles["actor"] > 1 else 1
-        profile = Profile.of(config, sizes, first["device"], ranks=ranks)
+        profile = Profile.from_config(config, sizes, first["device"], ranks=ranks)
         if older is not None:
-            profile = profile.joined(older, f"--out {out}")
+            profile = profile.joined_with(older, f"--out {out}")
         profile.write(out)
         todo = [block for block, seconds in profile.seconds.items() if seconds is None]
         say(f"{first['device']['name']}: {len(todo)} of {len(profile.seconds)} blocks to measure, into {out}")

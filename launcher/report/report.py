@@ -165,7 +165,7 @@ def write_report(run_dir: Path) -> Path:
             curves={name: polyline(curves[name]) for name in names if len(set(curves[name].values())) > 1},
             ranges={name: f"{min(curves[name].values()):.4g} to {max(curves[name].values()):.4g}" for name in names},
             newest={name: list(curves[name].values())[-1] for name in names},
-            account=_or_why_not(lambda: account_text(RunTimeline.read(run_dir).account())),
+            account=_or_why_not(lambda: account_text(RunTimeline.read(run_dir).account_by_role())),
             samples=_or_why_not(lambda: samples_text(run_dir, step=None, worst=2, best=2, number=4)),
             settings=(run_dir / CONFIG_FILE).read_text(),
         )

@@ -177,7 +177,7 @@ class Request:
     called: str | None = None
     """What errors call CONFIG if it is not a user's file."""
 
-    def accept(self) -> Accepted:
+    def accept_run(self) -> Accepted:
         """Resolve and check what node 0 needs; write nothing. Raises ConfigError at the first check that fails."""
         try:
             return self._accept_new() if self.resume is None else self._accept_resumed(self.resume)
@@ -185,7 +185,7 @@ class Request:
             where = error.filename or "the working directory"
             raise ConfigError(f"{where}: {error.strerror}; correct the path or its permissions") from error
 
-    def follow(self) -> NodeRun:
+    def accept_node(self) -> NodeRun:
         """Resolve and check what any other node needs.
 
         A failed check becomes the complaint of the returned `NodeRun`, so that node 0 reports it as well.
@@ -196,7 +196,7 @@ class Request:
         run_dir = self._given_run_dir()
         assert run_dir is not None, "several nodes have one"
         try:
-            config = self._load(run_dir).config
+            config = self._load_config(run_dir).config
             devices = check_node(config)
             check_libraries(config, device=devices.kind)
         except ConfigError as error:
@@ -222,7 +222,7 @@ class Request:
             "same, on a file system that they share"
         )
 
-    def _arguments(self) -> tuple[str, ...]:
+    def _command_arguments(self) -> tuple[str, ...]:
         given = {"--roles": self.roles, "--run-dir": self.run_dir, "--resume": self.resume, "--steps": self.steps}
         arguments = [self.config] if self.config is not None else []
         arguments += [word for name, value in given.items() if value is not None for word in (name, str(value))]
@@ -230,10 +230,10 @@ class Request:
 
     def _accept_new(self) -> Accepted:
         given = self._given_run_dir()
-        loaded = self._load(given)
+        loaded = self._load_config(given)
         run_dir = given if given is not None else default_run_dir(loaded.config.name, datetime.now())
         check_new_run_dir(run_dir)
-        return replace(self._accepted(loaded, run_dir), default_run_dir=given is None)
+        return replace(self._accept_loaded(loaded, run_dir), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
         given = self._given_run_dir()
@@ -241,7 +241,7 @@ class Request:
         checkpoint = find_checkpoint(target, given) if unsaved is None else None
         run_dir = unsaved if checkpoint is None else checkpoint.run_dir
         assert run_dir is not None
-        accepted = self._accepted(self._load(run_dir), run_dir)
+        accepted = self._accept_loaded(self._load_config(run_dir), run_dir)
         if checkpoint is None:
             check_not_running(run_dir)
         else:
@@ -249,12 +249,12 @@ class Request:
         check_writable(run_dir)
         return replace(accepted, checkpoint=checkpoint, started_over=checkpoint is None)
 
-    def _accepted(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
+    def _accept_loaded(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
         checked = check_run(loaded.config, num_nodes=self.place.count)
-        arguments = self._arguments()
+        arguments = self._command_arguments()
         return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
 
-    def _load(self, run_dir: Path | None) -> "_Loaded":
+    def _load_config(self, run_dir: Path | None) -> "_Loaded":
         if self.resume is None or self.config is not None or run_dir is None:
             source = find_recipe(self.config)
         else:
@@ -263,7 +263,7 @@ class Request:
                 raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
         roles, overrides, plan = self.roles, self.overrides, None
         if roles is not None and roles.lstrip().startswith("auto:"):
-            plan = self._planned(source, roles)
+            plan = self._plan_roles(source, roles)
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
         config = load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called)
         if config.data.template_time is None:
@@ -274,7 +274,7 @@ class Request:
             config = config.model_copy(update={"data": data})
         return _Loaded(source, config, plan)
 
-    def _planned(self, source: Path, roles: str) -> "Plan":
+    def _plan_roles(self, source: Path, roles: str) -> "Plan":
         """Return the best plan; print its options and its prediction."""
         from launcher.plan.plan_report import auto_plan
 

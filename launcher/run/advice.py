@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Load:
+class RoleLoad:
     """A role's load.
 
     Attributes:
@@ -98,11 +98,13 @@ class Advice:
         saved = 100 * (1 - self.split_s / self.step_s)
         return f"{line}{self.limits} limits; --roles {roles} would take about {self.split_s:.3g} s (-{saved:.0f} %)"
 
-    def summary(self) -> dict[str, Any]:
+    def to_summary(self) -> dict[str, Any]:
         return {**asdict(self), "limits": self.limits, "text": self.text}
 
 
-def better_split(loads: Mapping[str, Load], *, step_s: float, in_turns: bool) -> tuple[dict[str, int] | None, float]:
+def better_split(
+    loads: Mapping[str, RoleLoad], *, step_s: float, in_turns: bool
+) -> tuple[dict[str, int] | None, float]:
     """Return the split of the same devices with the shortest step, and its time (s).
 
     Args:
@@ -170,7 +172,7 @@ class Advisor:
         self._said: tuple[str, Mapping[str, int] | None] | None = None
         self._said_at = -_WINDOW
 
-    def look(self, finished_steps: Sequence[Mapping[str, Any]]) -> Advice | None:
+    def update_advice(self, finished_steps: Sequence[Mapping[str, Any]]) -> Advice | None:
         """Take in the newest steps; return what they show, or None: too few steps, or no role reported its waits.
 
         `finished_steps` are lines of `metrics.jsonl`, each step once, in order; after a restore some come again.
@@ -186,8 +188,8 @@ class Advisor:
                 self._steps.append(metrics)
         time_s = sum(metrics["step_time_s"] for metrics in self._steps)
         if finished_steps and len(self._steps) >= _LEAST and time_s >= _LEAST_S and (busy := self._busy(time_s)):
-            self._latest = self._advice(busy, time_s / len(self._steps))
-            self._log(self._latest)
+            self._latest = self._make_advice(busy, time_s / len(self._steps))
+            self._log_advice(self._latest)
         return self._latest
 
     def _busy(self, time_s: float) -> dict[str, float]:
@@ -198,9 +200,9 @@ class Advisor:
         everywhere = set.intersection(*(set(metrics["idle_fraction"]) for metrics in self._steps))
         return {role: 1 - waited[role] / time_s for role in self._config.roles if role in everywhere - OBSERVERS}
 
-    def _advice(self, busy: Mapping[str, float], step_s: float) -> Advice:
+    def _make_advice(self, busy: Mapping[str, float], step_s: float) -> Advice:
         roles = self._config.roles
-        loads = {role: Load(roles[role], share, self._sizes.get(role, ())) for role, share in busy.items()}
+        loads = {role: RoleLoad(roles[role], share, self._sizes.get(role, ())) for role, share in busy.items()}
         in_turns = self._config.schedule.mode is ScheduleMode.SYNC
         split, split_s = better_split(loads, step_s=step_s, in_turns=in_turns)
         return Advice(
@@ -213,7 +215,7 @@ class Advisor:
     def _predicted_s(self) -> float | None:
         return predicted_step_s(self._config, self._run_dir)
 
-    def _log(self, advice: Advice) -> None:
+    def _log_advice(self, advice: Advice) -> None:
         """Log new advice, at most one line per window of steps."""
         said = (advice.limits if advice.split else "", advice.split)
         if said != self._said and abs(advice.last_step - self._said_at) >= _WINDOW:

@@ -44,13 +44,13 @@ class RankWatch:
         self._monitor: HeartbeatMonitor[Place] = HeartbeatMonitor(_LONGEST_LOOK_S)
         self._last: dict[Place, float] = {}  # when each rank wrote its last status, by its own clock
 
-    def forget(self, gang: str) -> None:
+    def forget_gang(self, gang: str) -> None:
         """Drop the statuses of a gang that ended or starts again."""
         for place in [place for place in self._last if place[0] == gang]:
             del self._last[place]
             self._monitor.forget(place)
 
-    def look(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
+    def find_stuck_ranks(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
         """Return the stuck ranks, the longest stuck first, since others may wait for it.
 
         Args:

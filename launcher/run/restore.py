@@ -145,7 +145,7 @@ def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]
         else:
             rewind_to_start(run_dir)
         source = "" if checkpoint is None else str(checkpoint.path)
-        job = job.changed(lineage=job.lineage + 1, resume_from=source)
+        job = job.with_changes(lineage=job.lineage + 1, resume_from=source)
         job.save(run_dir)
     except (AsyncFlowError, OSError) as error:
         logger.exception("the run cannot go back to a checkpoint")

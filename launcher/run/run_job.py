@@ -32,7 +32,6 @@ from launcher.process.run_events import (
     AllReady,
     Arm,
     AtWork,
-    DeadlinePassed,
     DumpStacks,
     Event,
     Finish,
@@ -44,10 +43,11 @@ from launcher.process.run_events import (
     Phase,
     Restore,
     RunDirLost,
+    RunTimer,
     SetPhase,
     StartGang,
     StopRequested,
-    Timer,
+    TimerExpired,
 )
 from launcher.process.worker_entry import ENTRYPOINT
 from launcher.run.rank_watch import RankWatch
@@ -128,7 +128,7 @@ def run_job(
                 resume_from=resume_from,
                 last_step=config.steps,
                 started_at=started_at,
-                clock=HostClock.measure(),
+                clock=HostClock.from_wall_clock(),
             )
             for left in (STATUS_FILE, END_FILE):  # left by an earlier start
                 (run_dir / left).unlink(missing_ok=True)
@@ -140,10 +140,10 @@ def run_job(
             )
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
             restarts = RestartLog(lineage=lineage)
-            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
+            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.print_event)
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
-                look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.event))
+                look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
                     look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts,
@@ -153,7 +153,7 @@ def run_job(
             with contextlib.suppress(OSError):  # disk full or directory gone: the terminal still shows it
                 # Without the line that names the run directory.
                 RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
-            nodes.finish(finish.code, lines[-1])
+            nodes.finish_run(finish.code, lines[-1])
         for line in lines:
             print_line(line, err=finish.code == FAILED)
     return finish.code
@@ -206,7 +206,7 @@ class _Run:
             log_file=launcher_log(run_dir),
             exited=functools.partial(nodes.hosts.part_exited, HEAD),
         )
-        nodes.hosts.add({HEAD: local})
+        nodes.hosts.add_hosts({HEAD: local})
         self._store = store
         self._events = events
         self._progress = progress
@@ -236,7 +236,7 @@ class _Run:
         )
         self._restarts = restarts
         self._phase = Phase.RUN
-        self._deadlines: dict[tuple[Timer, str], float] = {}
+        self._deadlines: dict[tuple[RunTimer, str], float] = {}
         self._gone: set[str] = set()
         self._worked: set[str] = set()
         self._all_ready = False
@@ -246,61 +246,61 @@ class _Run:
     def until_finished(self) -> Finish:
         """Start the gangs and follow the supervisor; on return none of their processes is left."""
         try:
-            finish = self._apply(self._supervisor.start())
+            finish = self._apply_instructions(self._supervisor.start())
             with contextlib.suppress(Empty):  # a stop requested during the imports prevents the start
                 while finish is None:
-                    finish = self._take(self._events.get_nowait())
+                    finish = self._handle_event(self._events.get_nowait())
             if finish is None:
-                self._start()
+                self._start_gangs()
             while finish is None:
-                finish = self._once()
-            self._show()
+                finish = self._handle_or_poll()
+            self._report_progress()
             logger.info("finish: %s", finish)
             return finish
         finally:
-            self._end()
+            self._close_host()
 
-    def _start(self) -> None:
+    def _start_gangs(self) -> None:
         # Services first: all others need them.
         for gang in sorted(self._specs.values(), key=lambda gang: gang.role not in SERVICES):
             if gang.name not in self._external:
                 self._host.start(gang, 0)
 
-    def _once(self) -> Finish | None:
+    def _handle_or_poll(self) -> Finish | None:
         """Handle one event, or poll if there is none."""
         wait_s = max(0.0, self._next_poll - time.monotonic())
         try:
-            return self._take(self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait())
+            return self._handle_event(self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait())
         except Empty:
             pass
         now = time.monotonic()
         self._next_poll = now + POLL_S
         self._look_at_loggers(now)
         self._nodes.check()
-        self._show()
-        for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:
-            if (finish := self._take(event)) is not None:
+        self._report_progress()
+        for event in [*self._due_deadlines(), *self._external_exits(), *self._stuck_ranks(), *self._lost_run_dir()]:
+            if (finish := self._handle_event(event)) is not None:
                 return finish
         return None
 
-    def _take(self, event: Event) -> Finish | None:
+    def _handle_event(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
         if isinstance(event, StopRequested):
-            self._show()  # whether there is something to save may have changed since the last poll
+            self._report_progress()  # whether there is something to save may have changed since the last poll
         if isinstance(event, GangExited):
             self._read_statuses()  # whether it got to work may have changed since the last poll
             self._gone.add(event.gang)
-            self._watch.forget(event.gang)
+            self._watch.forget_gang(event.gang)
             # The supervisor judges an exit by whether the last step is done, so tell it first.
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
         is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
-        finish = self._apply(self._supervisor.handle(event))
+        finish = self._apply_instructions(self._supervisor.handle(event))
         if finish is None and event == StopRequested(1) and is_first:
-            self._progress.note("stopping: saving the last completed step (Ctrl-C again: at once)")
+            self._progress.show_note("stopping: saving the last completed step (Ctrl-C again: at once)")
         return finish
 
-    def _apply(self, instructions: list[Instruction]) -> Finish | None:
+    def _apply_instructions(self, instructions: list[Instruction]) -> Finish | None:
         for instruction in instructions:
             logger.info("instruction: %s", instruction)
             match instruction:
@@ -315,42 +315,42 @@ class _Run:
                 case DumpStacks():
                     self._host.dump_stacks()
                 case Restore():
-                    return self._restore()
+                    return self._restore_checkpoint()
                 case Note():
-                    self._tell(instruction)
+                    self._show_note(instruction)
                 case Finish():
                     return instruction
         return None
 
-    def _tell(self, note: Note) -> None:
-        self._progress.event(note.text)
+    def _show_note(self, note: Note) -> None:
+        self._progress.print_event(note.text)
         if note.failure:
-            self._restarts.failed(note.text)
+            self._restarts.record_failure(note.text)
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)
         self._restarts.started_again(name)
-        self._store.forget(self._specs[name])
+        self._store.forget_reports(self._specs[name])
         self._host.start(self._specs[name], attempt)
 
-    def _restore(self) -> Finish | None:
+    def _restore_checkpoint(self) -> Finish | None:
         # `Restore` is always the last instruction of its list, so returning early skips none.
         self._job, outcome = restore_run(self._run_dir, self._job)
-        self._restarts.restored(self._job.lineage)
-        return self._take(outcome)
+        self._restarts.count_restore(self._job.lineage)
+        return self._handle_event(outcome)
 
     def _set_phase(self, phase: Phase) -> None:
         self._phase = phase
         self._store.set_phase(phase)
         if phase is Phase.EVALUATE:
-            self._progress.note("trained and saved; held-out prompts are still being answered (Ctrl-C skips them)")
+            self._progress.show_note("trained and saved; held-out prompts are still being answered (Ctrl-C skips them)")
 
-    def _show(self) -> None:
+    def _report_progress(self) -> None:
         """Read what workers and trainer report; tell the user, and the supervisor once all are at work."""
         self._read_statuses()
         finished_steps = self._tail.read()
         # A finished step proves that all were at work, even if a status was missed.
-        if not self._all_ready and (finished_steps or not self._missing()):
+        if not self._all_ready and (finished_steps or not self._missing_ranks()):
             self._all_ready = True
             self._supervisor.handle(AllReady())
             if not self._gone:
@@ -358,14 +358,14 @@ class _Run:
         for metrics in finished_steps:
             self._progress.step(metrics)
         for evaluation in self._evaluations.read():
-            self._progress.evaluation(evaluation)
+            self._progress.report_evaluation(evaluation)
         for warning in self._new_warnings():
-            self._progress.event(f"warning: {warning}")
+            self._progress.print_event(f"warning: {warning}")
         self._progress.update(self._statuses)
         self._status.tell(self._statuses, self._restarts, finished_steps, self._store.last_failures())
 
     def _read_statuses(self) -> None:
-        self._statuses = self._store.statuses(self._ranks)
+        self._statuses = self._store.read_statuses(self._ranks)
         missing = {name for name, rank in self._ranks if not self._is_at_work(name, rank)}
         for name in self._specs.keys() - missing - self._worked:
             self._worked.add(name)
@@ -380,21 +380,21 @@ class _Run:
         failures = [f"{text}; {_FAILED[kind]}" for kind, text in self._store.first_failures().items()]
         return failures + self._store.new_warnings(self._ranks)
 
-    def _missing(self) -> list[str]:
+    def _missing_ranks(self) -> list[str]:
         return [
             f"{name} rank {rank}"
             for name, rank in self._ranks
             if name not in self._gone and not self._is_at_work(name, rank)
         ]
 
-    def _due(self) -> list[Event]:
+    def _due_deadlines(self) -> list[Event]:
         due = [key for key, at in self._deadlines.items() if at <= time.monotonic()]
         for key in due:
             del self._deadlines[key]
-        missing = ", ".join(self._missing())
-        return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
+        missing = ", ".join(self._missing_ranks())
+        return [TimerExpired(timer, missing if timer is RunTimer.START else "", gang) for timer, gang in due]
 
-    def _stuck(self) -> list[Event]:
+    def _stuck_ranks(self) -> list[Event]:
         """Return the ranks that make no progress."""
         if self._phase is not Phase.RUN or not self._all_ready:
             return []
@@ -402,9 +402,9 @@ class _Run:
         away = self._gone | self._supervisor.pending
         passive = SERVICES | OBSERVERS
         workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
-        return list(self._watch.look(self._statuses, workers=workers, now=time.monotonic()))
+        return list(self._watch.find_stuck_ranks(self._statuses, workers=workers, now=time.monotonic()))
 
-    def _left(self) -> list[Event]:
+    def _external_exits(self) -> list[Event]:
         """Return the exits of the gangs that the user started."""
         waited = [gang for name, gang in self._external.items() if name not in self._gone]
         return [exited for gang in waited if (exited := self._store.exit_of(gang, self._statuses)) is not None]
@@ -419,5 +419,5 @@ class _Run:
             return []
         return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
 
-    def _end(self) -> None:
+    def _close_host(self) -> None:
         self._host.close(JOIN_TIMEOUT_S)

@@ -206,7 +206,7 @@ def running_launcher(run_dir: Path) -> int | None:
         return None
     # Another host's process id means nothing here; there, the lock of `held_run_dir` keeps a second launcher out, if
     # the file system has locks.
-    if host != HostClock.measure().host:
+    if host != HostClock.from_wall_clock().host:
         return None
     # A killed launcher leaves job.json behind. Its process id may since belong to another process, which started later
     # than the job.

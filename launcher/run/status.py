@@ -111,7 +111,7 @@ class RunStatus:
             "units": self.units,
             "weights": self.weights,
             "evaluation": self.evaluation,
-            "restarts": self.restarts.summary(),
+            "restarts": self.restarts.to_summary(),
             "advice": self.advice,
             "failures": dict(self.failures),
         }
@@ -119,7 +119,7 @@ class RunStatus:
 
     def as_text(self, now: float) -> str:
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
-        every = (self._rollouts(), self._tasks(), self._units(), self._weights())
+        every = (self._rollouts(), self._tasks(), self._unit_rows(), self._weights())
         tables = [table(rows) for rows in every if len(rows) > 1]
         age = now - self.at
         late = f": the launcher said nothing for {age:.0f} s" if age > LATE_S else ""
@@ -127,18 +127,18 @@ class RunStatus:
         parts = [
             f"{self.run_dir}{late}",
             table(roles),
-            *self._restarts(now),
-            *self._failed(),
+            *self._restarts_text(now),
+            *self._failures_text(),
             *self._held_out(),
             *advice,
         ]
-        parts.append(self._queue())
+        parts.append(self._queue_text())
         return "\n\n".join([*parts, *tables])
 
-    def _restarts(self, now: float) -> list[str]:
+    def _restarts_text(self, now: float) -> list[str]:
         return _restart_lines(self.restarts, now)
 
-    def _failed(self) -> list[str]:
+    def _failures_text(self) -> list[str]:
         lines = [f"last {kind} that failed: {why}" for kind, why in sorted(self.failures.items())]
         return ["\n".join(lines)] if lines else []
 
@@ -147,7 +147,7 @@ class RunStatus:
             return []
         return [f"held-out accuracy: {accuracy_text(self.evaluation)} at step {self.evaluation['step']}"]
 
-    def _queue(self) -> str:
+    def _queue_text(self) -> str:
         if not self.controllers:
             return "queue: it does not answer; it may be starting"
         lead = self.controllers[0]
@@ -193,7 +193,7 @@ class RunStatus:
                 rows.append((gang, *counts, ", ".join(shares)))
         return rows
 
-    def _units(self) -> list[tuple[str, ...]]:
+    def _unit_rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("UNIT", "ROWS", "HELD", "KEPT FOR CHECKPOINT", "IN", "OUT", "CHANNELS")]
         for name, unit in self.units.items():
             sizes = [size_text(unit[key]) for key in ("num_bytes", "retained_bytes", "bytes_in", "bytes_out")]
@@ -255,7 +255,7 @@ class RunEnd:
             "time": self.at,
             "exit_code": self.code,
             "lines": list(self.lines),
-            "restarts": self.restarts.summary(),
+            "restarts": self.restarts.to_summary(),
         }
         return json.dumps(fields, indent=2)
 
@@ -295,7 +295,7 @@ def _is_live(run_dir: Path) -> bool:
 
 def _is_of_another_host(run_dir: Path) -> bool:
     try:
-        return Job.load(run_dir).clock.host != HostClock.measure().host
+        return Job.load(run_dir).clock.host != HostClock.from_wall_clock().host
     except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -63,7 +63,7 @@ class StatusWriter:
         self._known = RunStatus(run_dir, time.time(), job.gangs, {})
         self._stop = threading.Event()
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_stopped, name="status", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -92,9 +92,9 @@ class StatusWriter:
             self._finished_steps.put(metrics)
         self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures)
 
-    def _run(self) -> None:
+    def _write_until_stopped(self) -> None:
         while not self._stop.is_set():
-            self._write()
+            self._write_status()
             try:
                 self._look_again_and_again()
             except Exception:  # the status is a convenience: its errors must not affect the run
@@ -106,20 +106,20 @@ class StatusWriter:
         try:
             while not self._stop.is_set():
                 began = time.monotonic()
-                for ask in (services.controllers, services.units, services.weights, self._advice):
+                for ask in (services.ask_controllers, services.units, services.ask_weight_agents, self._ask_advisor):
                     if not self._stop.is_set():
-                        self._write(**ask())
+                        self._write_status(**ask())
                 took_s = time.monotonic() - began
                 self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
         finally:
             services.close()
 
-    def _advice(self) -> dict[str, Any]:
+    def _ask_advisor(self) -> dict[str, Any]:
         new = [self._finished_steps.get_nowait() for _ in range(self._finished_steps.qsize())]
-        advice = self._advisor.look(new)
-        return {"advice": advice and advice.summary()}
+        advice = self._advisor.update_advice(new)
+        return {"advice": advice and advice.to_summary()}
 
-    def _write(self, **answers: Any) -> None:
+    def _write_status(self, **answers: Any) -> None:
         """Write the file with these answers and the other services' previous ones."""
         self._known = replace(self._known, at=time.time(), **answers)
         with self._writing:
@@ -142,15 +142,15 @@ class _Services:
         self._client: QueueClient | None = None
         self._agents: dict[str, Connection | None] = {gang.name: None for gang in job.of_role(WEIGHTS)}
 
-    def controllers(self) -> dict[str, Any]:
-        answers = self._asked(lambda client: client.stats())
+    def ask_controllers(self) -> dict[str, Any]:
+        answers = self._ask_queue(lambda client: client.stats())
         return {"controllers": [msgspec.to_builtins(stats) for stats in answers or ()]}
 
     def units(self) -> dict[str, Any]:
-        answers = self._asked(lambda client: client.unit_stats())
+        answers = self._ask_queue(lambda client: client.unit_stats())
         return {"units": {name: msgspec.to_builtins(stats) for name, stats in (answers or {}).items()}}
 
-    def weights(self) -> dict[str, Any]:
+    def ask_weight_agents(self) -> dict[str, Any]:
         answers = {}
         for name, connection in self._agents.items():
             if self._stop.is_set():
@@ -159,7 +159,7 @@ class _Services:
                 connection = connection or Connection(
                     self._credentials, name, _NAME, Reply, timeout_s=_TIMEOUT_S, stop=self._stop
                 )
-                status, _ = connection.call(AskStatus(), timeout_s=_TIMEOUT_S)
+                status, _ = connection.call_service(AskStatus(), timeout_s=_TIMEOUT_S)
                 assert isinstance(status, AgentStatus)
                 answers[name] = msgspec.to_builtins(status)
             except (TransportError, DistError) as error:
@@ -170,7 +170,7 @@ class _Services:
             self._agents[name] = connection
         return {"weights": answers}
 
-    def _asked(self, question: Callable[[QueueClient], T]) -> T | None:
+    def _ask_queue(self, question: Callable[[QueueClient], T]) -> T | None:
         """Return the queue's answer, or None; after None the next call opens a new client."""
         try:
             if self._client is None:

@@ -35,7 +35,6 @@ from launcher.process.run_events import (
     AllReady,
     Arm,
     AtWork,
-    DeadlinePassed,
     DumpStacks,
     Event,
     Finish,
@@ -51,10 +50,11 @@ from launcher.process.run_events import (
     Restored,
     RestoreFailed,
     RunDirLost,
+    RunTimer,
     SetPhase,
     StartGang,
     StopRequested,
-    Timer,
+    TimerExpired,
 )
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, TRAINERS
 
@@ -120,18 +120,18 @@ class RestartBudget:
         self._failures: defaultdict[str, deque[float]] = defaultdict(deque)
         self._globals: deque[float] = deque()
 
-    def failed(self, gang: str) -> Restart:
+    def count_failure(self, gang: str) -> Restart:
         """Count a failure that just happened."""
         at = self._clock()
         mine = self._failures[gang]
         mine.append(at)
-        self._forget(mine, at)
+        self._drop_old_times(mine, at)
         count = len(mine)
         # The first restart comes at once; then the wait doubles.
         if count <= self._max_restarts:
             wait_s = 0.0 if count == 1 else min(_FIRST_WAIT_S * 2.0 ** (count - 2), _LONGEST_WAIT_S)
             return Restart(Scope.GANG, wait_s, count)
-        self._forget(self._globals, at)
+        self._drop_old_times(self._globals, at)
         if len(self._globals) >= self._max_global:
             return Restart(Scope.NONE, count=count)
         self._globals.append(at)
@@ -139,7 +139,7 @@ class RestartBudget:
         self._failures.clear()
         return Restart(Scope.ALL, count=count)
 
-    def _forget(self, times: deque[float], now: float) -> None:
+    def _drop_old_times(self, times: deque[float], now: float) -> None:
         while times and times[0] <= now - self._window_s:
             times.popleft()
 
@@ -151,7 +151,7 @@ class FirstStarts:
         self._worked: set[str] = set()
         self._failed_with: dict[str, tuple[int, str]] = {}
 
-    def worked(self, gang: str) -> None:
+    def mark_worked(self, gang: str) -> None:
         """Record that all ranks of a gang are, or were, at work."""
         self._worked.add(gang)
 
@@ -197,19 +197,19 @@ class RestartLog:
     def started_again(self, gang: str) -> None:
         self.gangs[gang] += 1
 
-    def restored(self, lineage: int) -> None:
+    def count_restore(self, lineage: int) -> None:
         """Count a return to a checkpoint."""
         self.restores += 1
         self.lineage = lineage
 
-    def failed(self, text: str) -> None:
+    def record_failure(self, text: str) -> None:
         self.last_error, self.last_error_at = text, time.time()
 
     @staticmethod
     def from_summary(fields: Mapping[str, Any]) -> "RestartLog":
         return RestartLog(**{**fields, "gangs": Counter(fields["gangs"])})
 
-    def summary(self) -> dict[str, Any]:
+    def to_summary(self) -> dict[str, Any]:
         """Return the fields in a form that JSON can hold."""
         return {**vars(self), "gangs": dict(self.gangs)}
 
@@ -272,7 +272,7 @@ class Supervisor:
 
     def start(self) -> list[Instruction]:
         """Return the first instructions; the caller starts every gang with attempt 0."""
-        return [SetPhase(Phase.RUN), Arm(Timer.START, self._start_timeout_s)]
+        return [SetPhase(Phase.RUN), Arm(RunTimer.START, self._start_timeout_s)]
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take in one event and return the instructions that follow; none after `Finish`."""
@@ -280,35 +280,35 @@ class Supervisor:
             return []
         match event:
             case AtWork():
-                self._first_starts.worked(event.gang)
+                self._first_starts.mark_worked(event.gang)
             case AllReady():
                 self._all_ready = True
             case LastStepDone():
                 self._last_step_done = True
             case GangExited():
-                return self._exited(event)
+                return self._handle_exit(event)
             case RankStuck():
                 return self._found_stuck(event)
             case NodeLost():
                 # A lost node ends the run resumably: its devices are part of the configuration, and only a scheduler
                 # gives new ones.
                 self._lost_node = event.node
-                return self._enter(Phase.EXIT)
+                return self._enter_phase(Phase.EXIT)
             case RunDirLost():
                 self._finished = True
                 text = f"run directory {event.path} was removed or moved, so nothing can be recorded any more"
                 return [*(KillGang(name) for name in self._running), Finish(FAILED, text)]
             case StopRequested():
-                return self._stop(event.count)
+                return self._handle_stop(event.count)
             case Restored():
-                return self._restored(event)
+                return self._handle_restored(event)
             case RestoreFailed():
                 return self._give_up(GangExited("actor", FAILED, event.error))
-            case DeadlinePassed():
-                return self._deadline(event)
+            case TimerExpired():
+                return self._handle_deadline(event)
         return []
 
-    def _exited(self, event: GangExited) -> list[Instruction]:
+    def _handle_exit(self, event: GangExited) -> list[Instruction]:
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
         stuck = self._stuck.pop(event.gang, None)
@@ -319,11 +319,11 @@ class Supervisor:
         if event.gang in self._restoring:
             return self._restore_if_all_are_gone()
         if self._was_told_to_leave(gang):
-            return self._left(gang, event)
+            return self._handle_leave(gang, event)
         # A service has no reason to leave by itself.
         if event.code == 0 and gang.role in SERVICES:
             event = GangExited(event.gang, FAILED, "it left during the run", 0, event.at)
-        return self._left(gang, event) if event.code == 0 else self._failed(gang, event)
+        return self._handle_leave(gang, event) if event.code == 0 else self._handle_failure(gang, event)
 
     def _was_told_to_leave(self, gang: GangSpec) -> bool:
         if gang.role in SERVICES:
@@ -331,42 +331,44 @@ class Supervisor:
         leaving = self._phase in (Phase.STOP, Phase.EXIT) or self._last_step_done
         return leaving and not (self._phase is Phase.EVALUATE and gang.role in OBSERVERS)
 
-    def _left(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
+    def _handle_leave(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
         """A gang is gone for good."""
         instructions: list[Instruction] = []
         if event.code != 0:
-            self._complain(event)
+            self._record_complaint(event)
         # Nobody is left to save, so everything leaves at once.
         if gang.role in TRAINERS and event.code != 0 and not self._last_step_done:
-            instructions += self._enter(Phase.EXIT)
+            instructions += self._enter_phase(Phase.EXIT)
         elif gang.role in TRAINERS:
-            instructions += self._enter(Phase.EVALUATE if self._last_step_done and self._observers() else Phase.STOP)
-        elif self._phase is Phase.EVALUATE and not self._observers():
-            instructions += self._enter(Phase.STOP)
+            instructions += self._enter_phase(
+                Phase.EVALUATE if self._last_step_done and self._remaining_observers() else Phase.STOP
+            )
+        elif self._phase is Phase.EVALUATE and not self._remaining_observers():
+            instructions += self._enter_phase(Phase.STOP)
         return instructions + self._after_leaving()
 
     def _after_leaving(self) -> list[Instruction]:
         """Services leave after the last work gang; the run ends after the last service."""
         instructions: list[Instruction] = []
         if not self.pending and all(self._gangs[name].role in SERVICES for name in self._running):
-            instructions += self._enter(Phase.EXIT)
-        return instructions if self._running or self.pending else [*instructions, self._finish()]
+            instructions += self._enter_phase(Phase.EXIT)
+        return instructions if self._running or self.pending else [*instructions, self._finish_run()]
 
-    def _complain(self, event: GangExited) -> None:
+    def _record_complaint(self, event: GangExited) -> None:
         gang = self._gangs[event.gang]
         # What a trainer could not save makes the run fail, unless a signal killed it.
         if self._failures or (gang.role in TRAINERS and event.code > 0 and not self._last_step_done):
             self._failures.append(event)
         elif self._phase is not Phase.EXIT:
-            self._complaint = self._complaint or f"{self._named(event)} failed while it left: {event.error}"
+            self._complaint = self._complaint or f"{self._rank_name(event)} failed while it left: {event.error}"
 
-    def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
+    def _handle_failure(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
         """A gang that should be at work failed."""
-        self._last_failure = f"{self._named(event)} failed: {event.error}"
+        self._last_failure = f"{self._rank_name(event)} failed: {event.error}"
         never_worked = not self._all_ready and event.code > 0
         if self._first_starts.fails_again(gang.name, event.code, event.error):
             never_worked, event = True, replace(event, error=f"{event.error} (at both of its starts, before it worked)")
-        restart = self._restarts.failed(gang.name)
+        restart = self._restarts.count_failure(gang.name)
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)
@@ -378,11 +380,11 @@ class Supervisor:
         goes_back = gang.role in TRAINERS or len(names) > 1
         note = Note(f"{self._last_failure}; {_remedy(restart, goes_back=goes_back)}", failure=True)
         if goes_back:
-            return [*dump, note, *self._restore(names)]
+            return [*dump, note, *self._begin_restore(names)]
         self._waiting.add(gang.name)
-        return [*dump, note, Arm(Timer.RESTART, restart.wait_s, gang.name)]
+        return [*dump, note, Arm(RunTimer.RESTART, restart.wait_s, gang.name)]
 
-    def _restore(self, names: Iterable[str]) -> list[Instruction]:
+    def _begin_restore(self, names: Iterable[str]) -> list[Instruction]:
         """End these gangs; once all are gone, the run goes back to its last checkpoint and they start again."""
         new = [name for name in names if name not in self._restoring]
         self._restoring |= dict.fromkeys(new)
@@ -399,7 +401,7 @@ class Supervisor:
         self._restoring.clear()  # a stop came meanwhile: the run ends with what was last saved
         return self._after_leaving()
 
-    def _restored(self, event: Restored) -> list[Instruction]:
+    def _handle_restored(self, event: Restored) -> list[Instruction]:
         names = [name for name in self._gangs if name in self._restoring]
         self._restoring.clear()
         note = Note(f"continuing from step {event.step} (lineage {event.lineage})")
@@ -415,14 +417,14 @@ class Supervisor:
         if event.gang in self._stuck or event.gang not in self._running:
             return []
         self._stuck[event.gang] = event
-        return [DumpStacks(), Arm(Timer.KILL, STACKS_TIMEOUT_S, event.gang)]
+        return [DumpStacks(), Arm(RunTimer.KILL, STACKS_TIMEOUT_S, event.gang)]
 
-    def _stop(self, count: int) -> list[Instruction]:
+    def _handle_stop(self, count: int) -> list[Instruction]:
         self._stop_requested = True
         # Before all are at work there is nothing to save, and ranks may wait where nothing can interrupt them.
         if not self._all_ready or count > 1:
             return self._kill_and_finish()
-        return self._enter(Phase.STOP)
+        return self._enter_phase(Phase.STOP)
 
     def _give_up(self, event: GangExited) -> list[Instruction]:
         """Let the run fail; the trained steps are saved if the trainer is still there."""
@@ -431,52 +433,52 @@ class Supervisor:
         self._running.pop(event.gang, None)
         # Saving needs the trainer and every service.
         can_save = self._all_ready and gang.role not in SERVICES | TRAINERS
-        return [*self._enter(Phase.STOP if can_save else Phase.EXIT), *self._after_leaving()]
+        return [*self._enter_phase(Phase.STOP if can_save else Phase.EXIT), *self._after_leaving()]
 
-    def _deadline(self, event: DeadlinePassed) -> list[Instruction]:
+    def _handle_deadline(self, event: TimerExpired) -> list[Instruction]:
         match event.timer:
-            case Timer.RESTART if event.gang in self._waiting:
+            case RunTimer.RESTART if event.gang in self._waiting:
                 self._waiting.discard(event.gang)
                 return self._start_again(event.gang)
-            case Timer.KILL if event.gang in self._stuck:
+            case RunTimer.KILL if event.gang in self._stuck:
                 return [KillGang(event.gang)]
-            case Timer.START if not self._all_ready and self._phase is Phase.RUN:
+            case RunTimer.START if not self._all_ready and self._phase is Phase.RUN:
                 text = f"not at work {self._start_timeout_s:g} s after the start (launcher.start_timeout_s)"
                 cause = f"the last failure: {self._last_failure}" if self._last_failure else "see logs/"
                 return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; {cause}")
-            case Timer.EVALUATE if self._phase is Phase.EVALUATE:
+            case RunTimer.EVALUATE if self._phase is Phase.EVALUATE:
                 text = f"not ready {self._evaluate_timeout_s:g} s after the last step (evaluate.timeout_s); given up"
-                self._complaint = f"{', '.join(self._observers())}: {text}"
-                return self._enter(Phase.STOP)
-            case Timer.STOP if self._phase is Phase.STOP:
+                self._complaint = f"{', '.join(self._remaining_observers())}: {text}"
+                return self._enter_phase(Phase.STOP)
+            case RunTimer.STOP if self._phase is Phase.STOP:
                 text = f"still running {self._stop_timeout_s:g} s after the stop (launcher.stop_timeout_s); killed"
                 late = [name for name in self._running if self._gangs[name].role not in SERVICES]
                 return self._kill_and_finish(f"{', '.join(late)}: {text}")
-            case Timer.EXIT:
+            case RunTimer.EXIT:
                 return self._kill_and_finish()
         return []
 
-    def _enter(self, phase: Phase) -> list[Instruction]:
+    def _enter_phase(self, phase: Phase) -> list[Instruction]:
         """Move forwards to `phase`; do nothing if the run is there or beyond."""
         order = list(Phase)
         if order.index(phase) <= order.index(self._phase):
             return []
         self._phase = phase
         if phase is Phase.EVALUATE:
-            return [SetPhase(phase), Arm(Timer.EVALUATE, self._evaluate_timeout_s)]
+            return [SetPhase(phase), Arm(RunTimer.EVALUATE, self._evaluate_timeout_s)]
         # Gangs that wait for a restart stay down, except services, which still start again in `stop`.
         self._waiting = {name for name in self._waiting if phase is Phase.STOP and self._gangs[name].role in SERVICES}
         self._restoring = {name: None for name in self._restoring if name in self._running}
         if phase is Phase.STOP:
-            return [SetPhase(phase), Arm(Timer.STOP, self._stop_timeout_s)]
+            return [SetPhase(phase), Arm(RunTimer.STOP, self._stop_timeout_s)]
         if not self._all_ready:
             timeout_s = EARLY_EXIT_TIMEOUT_S
         else:
             failed = self._failures or self._lost_node
             timeout_s = EXIT_TIMEOUT_S if failed else self._stop_timeout_s  # long enough to export the last weights
-        return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
+        return [SetPhase(phase), Arm(RunTimer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
-    def _observers(self) -> list[str]:
+    def _remaining_observers(self) -> list[str]:
         """Return the remaining evaluators; the run waits for them only after the training is over."""
         return [name for name in self._gangs if self._gangs[name].role in OBSERVERS and self._is_left(name)]
 
@@ -484,13 +486,13 @@ class Supervisor:
         return name in self._running or name in self._waiting
 
     def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:
-        return [*(KillGang(name) for name in self._running), self._finish(complaint)]
+        return [*(KillGang(name) for name in self._running), self._finish_run(complaint)]
 
-    def _finish(self, complaint: str = "") -> Finish:
+    def _finish_run(self, complaint: str = "") -> Finish:
         self._finished = True
         complaint = complaint or self._complaint
         if self._failures:
-            return Finish(FAILED, self._cause())
+            return Finish(FAILED, self._describe_cause())
         if self._last_step_done:
             return Finish(DONE, complaint or "done")
         if self._lost_node:
@@ -499,14 +501,14 @@ class Supervisor:
             return Finish(RESUMABLE, complaint or "stopped")
         return Finish(FAILED, complaint) if complaint else Finish(DONE, "done")
 
-    def _cause(self) -> str:
+    def _describe_cause(self) -> str:
         """Return the first failure, and how many others followed."""
-        first = min(self._failures, key=GangExited.precedence)
+        first = min(self._failures, key=GangExited.failure_precedence)
         others = len(self._failures) - 1
         more = f" (then {others} more gang{'s' if others > 1 else ''})" if others else ""
-        return f"{self._named(first)} failed: {first.error}{more}"
+        return f"{self._rank_name(first)} failed: {first.error}{more}"
 
-    def _named(self, event: GangExited) -> str:
+    def _rank_name(self, event: GangExited) -> str:
         gang = self._gangs[event.gang]
         return f"{gang.role} rank {gang.index * gang.num_ranks + event.rank}"
 

@@ -80,7 +80,7 @@ class BatchRequest(SlurmOptions):
     request: Request
     setup: str | None = None
 
-    def accept(self) -> BatchJob:
+    def accept_job(self) -> BatchJob:
         """Check the run as `asyncflow-launch` will, except for devices, which only the nodes know. Writes nothing.
 
         Raises:
@@ -93,7 +93,7 @@ class BatchRequest(SlurmOptions):
         setup = _read(self.setup) if self.setup is not None else ""
         request = self.request
         # The submitting machine may have other devices than the nodes, so devices are not checked here.
-        accepted = replace(request, overrides=(*request.overrides, "launcher.device=cpu")).accept()
+        accepted = replace(request, overrides=(*request.overrides, "launcher.device=cpu")).accept_run()
         config = accepted.checked.config
         stop_s = _longest_stop_s(config.launcher)
         self._check_times(stop_s)

@@ -84,7 +84,7 @@ def sbatch_command(
             max_requeues=max_requeues,
             sbatch_args=sbatch_args,
             setup=setup,
-        ).accept()
+        ).accept_job()
         script = script_text(job)
         if submit:
             number = submit_script(script, job.run_dir)

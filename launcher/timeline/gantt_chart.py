@@ -51,7 +51,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ProcessRow:
     """A process. `top` is its place in the chart (rows), and `beside` has the bars of background threads."""
 
     label: str
@@ -74,14 +74,14 @@ class GanttChart:
 
     title: str
     duration_s: float
-    rows: Sequence[Row]
+    rows: Sequence[ProcessRow]
     height: float
     legend: Sequence[tuple[str, str]]
     step_ends: Mapping[int, float]
     account: Mapping[str, Mapping[str, float]]
 
     @staticmethod
-    def of(timeline: RunTimeline, account: Mapping[str, Mapping[str, float]], *, title: str) -> "GanttChart":
+    def from_timeline(timeline: RunTimeline, account: Mapping[str, Mapping[str, float]], *, title: str) -> "GanttChart":
         """Lay out a run; `account` is `timeline.account()`."""
         start, end = timeline.window
         shown = {
@@ -94,7 +94,7 @@ class GanttChart:
             if role_of(process) not in SERVICES
         }
         least_swap_s = (end - start) * min(_SWAP_SHARE, _SWAP_SHARE_OF_STEP / max(1, len(timeline.step_ends) - 1))
-        rows: list[Row] = []
+        rows: list[ProcessRow] = []
         top = 0.0
         for process, spans in shown.items():
             role = role_of(process)
@@ -103,7 +103,7 @@ class GanttChart:
             # Swaps are drawn on top: they lie inside other spans, and are lengthened to be visible.
             bars = [_bar(span, start, end, least_swap_s) for span in _swaps_last(spans) if span.name not in BESIDE]
             beside = [_bar(span, start, end, 0.0) for span in spans if span.name in BESIDE]
-            rows.append(Row(_label(process, shown), role, top, bars, beside))
+            rows.append(ProcessRow(_label(process, shown), role, top, bars, beside))
         return GanttChart(
             title=title,
             duration_s=max(1e-6, end - start),
@@ -118,7 +118,7 @@ class GanttChart:
     def summary(self) -> str:
         return f"{max(0, len(self.step_ends) - 1)} steps in {self.duration_s:.1f} s"
 
-    def numbers(self, *, at_most: float) -> list[tuple[int, float]]:
+    def step_numbers(self, *, at_most: float) -> list[tuple[int, float]]:
         """Return (step, middle of its time in s) for step numbers to show; `at_most` fit next to each other."""
         ends = list(self.step_ends.items())
         every = _round_up(max(1.0, 2 * len(ends) / at_most))
@@ -129,12 +129,12 @@ class GanttChart:
                 placed.append((step, middle))
         return placed
 
-    def lines(self, *, at_most: float) -> list[float]:
+    def step_lines(self, *, at_most: float) -> list[float]:
         """Return the ends of steps to draw (s): all, or those of round step numbers if there are too many."""
         every = _round_up(max(1.0, len(self.step_ends) / at_most))
         return [moment for step, moment in self.step_ends.items() if step % every == 0]
 
-    def ticks(self, *, at_most: float) -> list[float]:
+    def time_ticks(self, *, at_most: float) -> list[float]:
         """Return the times to write below the chart (s)."""
         every = _round_up(self.duration_s / at_most)
         return [number * every for number in range(1 + math.floor(self.duration_s / every + 1e-9))]
@@ -146,15 +146,15 @@ def gantt_html(chart: GanttChart, *, width: int) -> str:
     bottom = _TOP + round(chart.height * _ROW_HIGH)
     parts = [
         f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}" class="step"/>'
-        for x in (_LEFT + moment * scale for moment in chart.lines(at_most=width / _BETWEEN_LINES))
+        for x in (_LEFT + moment * scale for moment in chart.step_lines(at_most=width / _BETWEEN_LINES))
     ]
     for row in chart.rows:
         top = _TOP + row.top * _ROW_HIGH
         parts.append(f'<text x="4" y="{top + 12:.1f}">{html.escape(row.label)}</text>')
         parts.extend(_rectangle(bar, top, _BAR_HIGH, scale) for bar in row.bars)
         parts.extend(_rectangle(bar, top + _BAR_HIGH, _THIN, scale) for bar in row.beside)
-    above = [(seconds, _TOP - 10, f"{step}") for step, seconds in chart.numbers(at_most=width / _NUMBER)]
-    below = [(seconds, bottom + 14, f"{seconds:g} s") for seconds in chart.ticks(at_most=width / _TICK)]
+    above = [(seconds, _TOP - 10, f"{step}") for step, seconds in chart.step_numbers(at_most=width / _NUMBER)]
+    below = [(seconds, bottom + 14, f"{seconds:g} s") for seconds in chart.time_ticks(at_most=width / _TICK)]
     for seconds, y, text in [*above, *below]:
         parts.append(f'<text x="{_LEFT + seconds * scale:.1f}" y="{y}" class="number">{text}</text>')
     return _PAGE.format(

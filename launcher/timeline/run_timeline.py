@@ -108,7 +108,7 @@ class RunTimeline:
                 ends[step] = span.end
         return RunTimeline(spans, ends, recorded)
 
-    def overhead(self, span_cost_s: float) -> float:
+    def recording_overhead(self, span_cost_s: float) -> float:
         """Return the largest share of a process's CPU time that recording took; NaN if every process was killed.
 
         `span_cost_s` is the CPU time per span (s), see `asyncflow.timeline.measure_span_cost`.
@@ -123,7 +123,7 @@ class RunTimeline:
         every = [span for own in self.spans.values() for span in own]
         return min(span.start for span in every), max(span.end for span in every)
 
-    def account(self) -> dict[str, dict[str, float]]:
+    def account_by_role(self) -> dict[str, dict[str, float]]:
         """Return role -> category -> share of the window that its processes spent in it; shares add up to 1."""
         start, end = self.window
         by_role: dict[str, list[dict[str, float]]] = {}
@@ -202,7 +202,7 @@ def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
 
 def recording_text(timeline: RunTimeline, span_cost_s: float) -> str:
     """Return one line about the cost of recording."""
-    share = timeline.overhead(span_cost_s)
+    share = timeline.recording_overhead(span_cost_s)
     if math.isnan(share):
         return "recording: no process has reported yet how many spans it recorded"
     return f"recording: {100 * share:.2f} % of a process's CPU time at most ({1e6 * span_cost_s:.1f} us a span)"

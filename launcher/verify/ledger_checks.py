@@ -25,7 +25,7 @@ _NO_END = 2**62
 
 
 @dataclass(frozen=True)
-class Start:
+class LineageStart:
     """The surviving steps of one lineage, with admission as replayed for it.
 
     `before` has the groups in the weights that it started from, and those filtered out before.
@@ -43,7 +43,7 @@ class Start:
 def check_files(records: RunRecords) -> Check:
     """Every line is one that a run writes. A cut last line is legal: a crash leaves one."""
     files: tuple[Lines[msgspec.Struct], ...] = (records.ledger.file, records.metrics, records.updates)
-    problems = [f"{file.where(number)}: {what}" for file in files for number, what in file.wrong]
+    problems = [f"{file.describe_place(number)}: {what}" for file in files for number, what in file.wrong]
     if any(file.lines for file in files):
         problems += [f"{file.path}: does not exist" for file in files if not file.path.exists()]
     why = "it is being written" if records.live else "a crash does that, and a resume removes it"
@@ -60,7 +60,7 @@ def check_once(steps: CompleteSteps) -> Check:
     for number, line in steps.trained:
         if line.group in first:
             problems.append(
-                f"{steps.where(number)}: group {line.group} is trained in step {line.step}, but line "
+                f"{steps.ledger_place(number)}: group {line.group} is trained in step {line.step}, but line "
                 f"{first[line.group]} has it already"
             )
         first.setdefault(line.group, number)
@@ -70,7 +70,7 @@ def check_once(steps: CompleteSteps) -> Check:
         key = (given_up.lineage, given_up.group)
         filtered = isinstance(given_up, FilteredLine)
         how = "was filtered out" if filtered else "is a dead letter"
-        where = f"{steps.where(number)}: group {given_up.group} {how}"
+        where = f"{steps.ledger_place(number)}: group {given_up.group} {how}"
         if key in trained_by:
             problems.append(f"{where}, but line {trained_by[key]} of the same lineage trains it")
         elif filtered and given_up.group in first:
@@ -91,7 +91,7 @@ def check_rows(steps: CompleteSteps) -> Check:
         expected = list(range(line.group * size, (line.group + 1) * size))
         if line.indices != expected:
             problems.append(
-                f"{steps.where(number)}: group {line.group} has rows {named(line.indices) or 'none'}, "
+                f"{steps.ledger_place(number)}: group {line.group} has rows {named(line.indices) or 'none'}, "
                 f"not {named(expected)}, each once and ascending"
             )
     return Check("rows", f"{size} rows a group, those of its id", tuple(problems))
@@ -140,7 +140,7 @@ def check_filtered(steps: CompleteSteps) -> Check:
     problems: tuple[str, ...] = ()
     # A user's own rollouts may skip a task, which filters its group out.
     if number and not algorithm.filters_groups and not config.rollout.is_own:
-        first = steps.where(steps.filtered[0][0])
+        first = steps.ledger_place(steps.filtered[0][0])
         problems = (f"{first}: groups were filtered out, but algorithm {algorithm.name} filters none",)
     return Check("filtered", f"{number or 'no'} group{'s' if number != 1 else ''}{share}", problems)
 
@@ -156,7 +156,7 @@ def check_staleness(steps: CompleteSteps) -> Check:
         metrics = steps.metrics.get(line.step)
         bound = default if metrics is None else metrics.staleness_bound
         largest = max(largest, measured)
-        where = f"{steps.where(number)}: group {line.group} of step {line.step}"
+        where = f"{steps.ledger_place(number)}: group {line.group} of step {line.step}"
         if line.staleness != measured:
             problems.append(f"{where}: staleness {line.staleness}, but its oldest token is of version {oldest}")
         if not 0 <= oldest <= newest <= line.step - 1:
@@ -173,7 +173,7 @@ def check_prompts(steps: CompleteSteps) -> Check:
         return Check("prompts", "not checked", notes=(f"the expected prompts are unknown: {prompts.unknown}",))
     problems = []
     for number, line in steps.trained:
-        where = f"{steps.where(number)}: group {line.group}"
+        where = f"{steps.ledger_place(number)}: group {line.group}"
         if line.group not in prompts.expected:
             problems.append(f"{where} has no prompt, there is no such group")
             continue
@@ -195,7 +195,7 @@ def check_tokens(steps: CompleteSteps) -> Check:
     problems = []
     for number, line in steps.trained:
         wrong = [digest for digest in (line.prompt_hash, line.token_hash) if not _HASH.fullmatch(digest)]
-        problems += [f"{steps.where(number)}: {digest!r} is not a hash of 16 hex digits" for digest in wrong]
+        problems += [f"{steps.ledger_place(number)}: {digest!r} is not a hash of 16 hex digits" for digest in wrong]
     hashes = Counter(line.token_hash for _, line in steps.trained)
     notes = _saved(steps)
     alike = sum(count for count in hashes.values() if count > 1)
@@ -204,7 +204,7 @@ def check_tokens(steps: CompleteSteps) -> Check:
     return Check("tokens", f"{len(hashes)} distinct hashes", tuple(problems), tuple(notes))
 
 
-def _starts(steps: CompleteSteps) -> Iterator[Start]:
+def _starts(steps: CompleteSteps) -> Iterator[LineageStart]:
     schedule = steps.records.config.schedule
     by_lineage: dict[int, list[int]] = {}
     for step, lineage in steps.lineages.items():
@@ -219,15 +219,15 @@ def _starts(steps: CompleteSteps) -> Iterator[Start]:
         mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
         state = AdmissionState(schedule, version=first - 1, last_step=_NO_END, trained=before, filtered=filtered)
         trained = [one for one in steps.trained if one[1].lineage == lineage]
-        yield Start(lineage, first, last, trained, replaced, before | filtered, state.restored(mark))
+        yield LineageStart(lineage, first, last, trained, replaced, before | filtered, state.restore_mark(mark))
 
 
-def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
+def _misplaced(one: tuple[int, TrainedLine], start: LineageStart, steps: CompleteSteps) -> Iterator[str]:
     number, line = one
     schedule = steps.records.config.schedule
     if line.group < 0 or line.group in start.before or line.group in start.state.replaced:
         return  # trained twice, or by the lineage that gave it up: reported by `check_once`
-    where = f"{steps.where(number)}: group {line.group} of step {line.step}"
+    where = f"{steps.ledger_place(number)}: group {line.group} of step {line.step}"
     belongs = start.state.step_of(line.group)
     if belongs != line.admitted_step:
         yield f"{where} claims admission for step {line.admitted_step}, but its id belongs to step {belongs}"
@@ -239,9 +239,9 @@ def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps)
         yield f"{where} was admitted for step {line.admitted_step}, which is out of the step's reach"
 
 
-def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
+def _misnamed(one: tuple[int, ReplacedLine], start: LineageStart, steps: CompleteSteps) -> Iterator[str]:
     number, line = one
-    where = f"{steps.where(number)}: group {line.group}, which was replaced,"
+    where = f"{steps.ledger_place(number)}: group {line.group}, which was replaced,"
     if steps.lineages.get(line.step) != line.lineage:
         yield f"{where} is of lineage {line.lineage}, but its step of {steps.lineages.get(line.step)}"
     if line.group in start.before or line.group < 0:
@@ -253,7 +253,7 @@ def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps)
         yield f"{where} names group {line.replaced_by} as its replacement, but that group already existed"
 
 
-def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
+def _left_out(start: LineageStart, steps: CompleteSteps) -> Iterator[str]:
     """Yield a problem per finished step that lacks groups which admission gave it."""
     trained = {line.group for _, line in start.trained}
     # A group may be trained up to `lateness` steps late, so the last steps need not be whole yet.

@@ -92,7 +92,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ExpectedPrompts:
     """The prompts that groups must have by data, seed and tokenizer.
 
     Attributes:
@@ -115,7 +115,7 @@ class RunRecords:
     metrics: Lines[StepLine]
     updates: Lines[UpdateLine]
     checkpoints: tuple[SavedCheckpoint, ...]
-    prompts: Prompts
+    prompts: ExpectedPrompts
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Readers:
 
     saved_updates: Callable[[Path], int]
     saved_groups: Callable[[Path], Mapping[int, str]]
-    prompts: Callable[[RunConfig, Ledger], Prompts]
+    prompts: Callable[[RunConfig, Ledger], ExpectedPrompts]
 
 
 def readers() -> Readers:
@@ -186,33 +186,33 @@ def saved_groups(directory: Path) -> Mapping[int, str]:
     return {group: digest for group, digest in token_hashes(batch).items() if present[group] == sizes[group]}
 
 
-def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
+def prompts_of(config: RunConfig, ledger: Ledger) -> ExpectedPrompts:
     """Return the expected prompts of all groups that the ledger names as trained."""
     run_dir = ledger.file.path.parent
     try:
         search_beside(config.code_directory)
         if changed := changed_tokenizer(Path(config.model.path), _tokenizer_files(run_dir)):
-            return Prompts({}, changed)
+            return ExpectedPrompts({}, changed)
         dataset = open_prompts(config, run_dir)
     except (AsyncFlowError, OSError) as error:
-        return Prompts({}, str(error))
+        return ExpectedPrompts({}, str(error))
     expected = {}
     groups = {line.group for _, line in ledger.trained}
     try:
         drawn = {group: index for draw in read_draws(run_dir / SAMPLER_FILE) for group, index in draw.indices.items()}
         for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
             if config.data.sampler is None:
-                prompt = dataset.prompt(group)
+                prompt = dataset.prompt_of_group(group)
             elif group in drawn:
-                prompt = dataset.at(drawn[group])
+                prompt = dataset.prompt_at(drawn[group])
             else:
                 continue
             expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))
     except AsyncFlowError as error:
-        return Prompts({}, str(error))
+        return ExpectedPrompts({}, str(error))
     finally:
         dataset.close()
-    return Prompts(expected)
+    return ExpectedPrompts(expected)
 
 
 def _tokenizer_files(run_dir: Path) -> Mapping[str, str]:
@@ -239,8 +239,8 @@ def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
     if live:
         # Lines of a step that the run is still training are no errors.
         last = max((line.step for _, line in metrics.lines), default=0)
-        ledger = Ledger(ledger.file.only(lambda line: line.step <= last))
-        updates = updates.only(lambda line: line.step <= last)
+        ledger = Ledger(ledger.file.filter_lines(lambda line: line.step <= last))
+        updates = updates.filter_lines(lambda line: line.step <= last)
     prompts = readers.prompts(config, ledger)
     return RunRecords(run_dir, config, live, ledger, metrics, updates, tuple(checkpoints), prompts)
 

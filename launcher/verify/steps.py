@@ -78,11 +78,11 @@ class CompleteSteps:
     partial: int = 0
 
     @staticmethod
-    def of(records: RunRecords) -> "CompleteSteps":
+    def from_records(records: RunRecords) -> "CompleteSteps":
         """Find the complete steps. The last one may be partial, unless a checkpoint covers it."""
         steps = CompleteSteps(records, max(_steps(records), default=0))
         saved = max((one.step for one in records.checkpoints if not one.problem), default=0)
-        if steps.last > saved and not steps._complete(steps.last):
+        if steps.last > saved and not steps._is_complete(steps.last):
             return CompleteSteps(records, steps.last - 1, steps.last)
         return steps
 
@@ -134,11 +134,11 @@ class CompleteSteps:
         """Return the number of updates of steps 1 to `step` according to the metrics."""
         return sum(line.num_updates for line in self.metrics.values() if line.step <= step)
 
-    def where(self, number: int) -> str:
+    def ledger_place(self, number: int) -> str:
         """Return `file:line` of a ledger line."""
-        return self.records.ledger.file.where(number)
+        return self.records.ledger.file.describe_place(number)
 
-    def _complete(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         groups = {line.group for _, line in self.by_step.get(step, ())}
         made = sum(line.step == step for _, line in self.updates)
         line = self.metrics.get(step)
@@ -189,18 +189,20 @@ def check_metrics(steps: CompleteSteps) -> Check:
             continue
         if line.step <= before:
             again = "again" if counts[line.step] > 1 else f"after step {before}"
-            problems.append(f"{file.where(number)}: step {line.step} {again}")
+            problems.append(f"{file.describe_place(number)}: step {line.step} {again}")
         before = max(before, line.step)
         if line.samples != schedule.step_rows:
-            problems.append(f"{file.where(number)}: {line.samples} samples, not {schedule.step_rows}")
+            problems.append(f"{file.describe_place(number)}: {line.samples} samples, not {schedule.step_rows}")
         if line.lineage != steps.lineages.get(line.step, line.lineage):
             problems.append(
-                f"{file.where(number)}: step {line.step} is of lineage {line.lineage}, but the ledger says "
+                f"{file.describe_place(number)}: step {line.step} is of lineage {line.lineage}, but the ledger says "
                 f"{steps.lineages[line.step]}"
             )
         oldest = max((trained.staleness for _, trained in steps.by_step.get(line.step, ())), default=None)
         if oldest is not None and oldest != line.staleness_max:
-            problems.append(f"{file.where(number)}: staleness up to {line.staleness_max}, but the ledger says {oldest}")
+            problems.append(
+                f"{file.describe_place(number)}: staleness up to {line.staleness_max}, but the ledger says {oldest}"
+            )
     return Check("metrics", f"one line for each of {len(steps.metrics)} steps", tuple(problems))
 
 
@@ -218,7 +220,7 @@ def check_updates(steps: CompleteSteps) -> Check:
             problems.append(f"step {step}: update {named(missing)} of {line.num_updates} was not made")
     # The engine's counter is saved in checkpoints, so it shows updates that were made but not recorded, or lost.
     for total, (number, update_line) in enumerate(steps.updates, start=1):
-        where = f"{file.where(number)}: update {update_line.update} of step {update_line.step}"
+        where = f"{file.describe_place(number)}: update {update_line.update} of step {update_line.step}"
         metrics = steps.metrics.get(update_line.step)
         if metrics is not None and not 1 <= update_line.update <= metrics.num_updates:
             problems.append(f"{where}: the metrics record {metrics.num_updates} for that step")
@@ -246,11 +248,11 @@ def _out_of_order(steps: CompleteSteps) -> list[str]:
     for number, line in steps.trained:
         if steps.lineages[line.step] != line.lineage:
             problems.append(
-                f"{steps.where(number)}: group {line.group} of step {line.step} is of lineage {line.lineage}, "
+                f"{steps.ledger_place(number)}: group {line.group} of step {line.step} is of lineage {line.lineage}, "
                 f"but its step of {steps.lineages[line.step]}"
             )
         if before is not None and line.step < before:
-            problems.append(f"{steps.where(number)}: step {line.step} comes after step {before}")
+            problems.append(f"{steps.ledger_place(number)}: step {line.step} comes after step {before}")
         before = line.step
     newest = 0
     for step, lineage in steps.lineages.items():

@@ -72,9 +72,9 @@ class Report:
 
     def as_text(self) -> str:
         lines = [line for check in self.checks for line in check.as_lines()]
-        return "\n".join([f"{self.run_dir}{' (running)' if self.live else ''}", *lines, self._summary()])
+        return "\n".join([f"{self.run_dir}{' (running)' if self.live else ''}", *lines, self._summary_line()])
 
-    def _summary(self) -> str:
+    def _summary_line(self) -> str:
         wrong = [check.name for check in self.checks if not check.ok]
         if wrong:
             return f"WRONG: {', '.join(wrong)}"
@@ -94,6 +94,6 @@ def verify_run(run_dir: Path) -> Report:
 
 def verify_records(records: RunRecords) -> Report:
     """Check what was read."""
-    steps = CompleteSteps.of(records)
+    steps = CompleteSteps.from_records(records)
     checks = (check_files(records), *(check(steps) for check in _CHECKS))
     return Report(records.run_dir, records.live, steps.last, checks)

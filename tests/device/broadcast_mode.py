@@ -45,9 +45,9 @@ def follow(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
         came: list[Version] = []
 
         class Member(BroadcastMember):
-            def receive(self, transfer: Any, *arguments: Any, **named: Any) -> None:
+            def receive_version(self, transfer: Any, *arguments: Any, **named: Any) -> None:
                 with copies:
-                    super().receive(transfer, *arguments, **named)
+                    super().receive_version(transfer, *arguments, **named)
                 came.append(transfer.version)
 
         live, held, wrong = torch.zeros(senders * rows, 64, dtype=torch.bfloat16, device=device), None, 0
@@ -79,9 +79,9 @@ def follow(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
     plan = plan_transfer(held, bucket_bytes=2048, dtype="bfloat16")
 
     class Counted(Broadcaster):
-        def run(self, *arguments: Any, **named: Any) -> None:
+        def broadcast_version(self, *arguments: Any, **named: Any) -> None:
             with copies:
-                super().run(*arguments, **named)
+                super().broadcast_version(*arguments, **named)
 
     broadcaster = Counted(credentials, "weights-0", f"actor/{rank}", plan, rank, device=device, epoch="0", timeout_s=30)
     sender = WeightSender(credentials, "weights-0", f"actor/{rank}", plan, rank, device=device, broadcaster=broadcaster)

@@ -86,16 +86,16 @@ def _copies_said_to_have_ended() -> None:
 def _copies_that_do_not_wait() -> None:
     def stage(self: CopyStream, copies: Any) -> list[CopiesDone]:
         ends: list[Future[None]] = [Future() for _ in copies]
-        self._thread.submit(self._stage, copies, ends).result()  # before what comes next makes the kernels end
+        self._thread.submit(self._copy_staged, copies, ends).result()  # before what comes next makes the kernels end
         return [CopiesDone(end.result) for end in ends]
 
-    CopyStream.stage = stage  # type: ignore
+    CopyStream.start_staged_copies = stage  # type: ignore
 
 
 def _on_devices(run: Any) -> None:
     """Let streams of devices copy by `run`."""
-    right = CopyStream.run
-    CopyStream.run = lambda self, copies: (right if self._stream is None else run)(self, copies)  # type: ignore
+    right = CopyStream.start_copies
+    CopyStream.start_copies = lambda self, copies: (right if self._stream is None else run)(self, copies)  # type: ignore
 
 
 def _threads_of_the_first_device() -> None:
@@ -118,7 +118,7 @@ def _buckets_unpacked_before_they_arrive() -> None:
         copy.unpack(host)
         end.set_result(None)
 
-    CopyStream._unpack = unpack  # type: ignore
+    CopyStream._unpack_arrived = unpack  # type: ignore
 
 
 def _state_written_before_it_is_copied() -> None:

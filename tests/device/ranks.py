@@ -113,7 +113,7 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     def batch() -> Sequences:
         lengths = torch.randint(6, 12, (4,), generator=generator).tolist()
         samples = [torch.randint(0, 14, (length,), generator=generator) for length in lengths]
-        return Sequences.of([sample[:3] for sample in samples], [sample[3:] for sample in samples])
+        return Sequences.from_turns([sample[:3] for sample in samples], [sample[3:] for sample in samples])
 
     def step() -> float:
         forward_backward()
@@ -136,7 +136,7 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     receiving.join()
     target = writer.target(mapped[0])
     copies, host = ShardCopies(writer, device=device, timeline=NoTimeline()), HostCopy(device)
-    copies.run(Version(0, 1), target, list(engine.shards()))
+    copies.start_copies(Version(0, 1), target, list(engine.shards()))
     saved = host.begin({"state": engine.state_dict()})
     forward_backward()
     waits = [threading.Thread(target=wait) for wait in (copies.wait, host.wait)]
@@ -150,7 +150,7 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
         held_here[shard.name][shard.box.slices] = shard.values.detach().cpu().to(torch.bfloat16)
     region = Region(mapped[0], layout)
     wrong = sum(
-        not torch.equal(region.piece(piece), held_here[plan.names[piece.tensor]][piece.box.slices])
+        not torch.equal(region.view_piece(piece), held_here[plan.names[piece.tensor]][piece.box.slices])
         for bucket in plan.of_sender(rank)
         for piece in bucket.pieces
     )
@@ -189,12 +189,12 @@ def generate(device: torch.device, rank: int, num_ranks: int, directory: Path) -
     sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8, "top_p": 0.95})
     engine = HfEngine(MODEL, ModelConfig(path=str(MODEL)), sampling=sampling, device=device)
     weights = load_file(MODEL / "model.safetensors")
-    shards = [LocalShard(name, tuple(w.shape), Box.whole(tuple(w.shape)), w) for name, w in weights.items()]
+    shards = [LocalShard(name, tuple(w.shape), Box.from_shape(tuple(w.shape)), w) for name, w in weights.items()]
     plan = plan_transfer([describe(shards)], bucket_bytes=1 << 16, dtype="float32")
     layout, pieces = RegionLayout(plan), match_needs(plan, engine.weight_needs())
     slot = SlotMemory(plan.region_bytes)
-    written = Region(slot.memory, layout).views(pieces)
-    mapped = Region(map_slot(slot.offer, write=False, device=device), layout).views(pieces)
+    written = Region(slot.memory, layout).view_matched(pieces)
+    mapped = Region(map_slot(slot.offer, write=False, device=device), layout).view_matched(pieces)
     requests = [GenerateRequest(row, torch.arange(2, 5 + row % 3), seed=row, ticket=row) for row in range(12)]
     done = []
     for factor in (1.0, 1.01):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncflow.device import group_backends
 from tests.multiproc.step_rank import CASES, configure, train
-from workers.trainer.step_trainer import Trainer
+from workers.trainer.step_trainer import StepTrainer
 
 
 def waits(device: torch.device) -> Counter[str]:
@@ -33,15 +33,15 @@ def steps(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
         micro_batches: list[Counter[str]] = []
         updates: list[Counter[str]] = []
 
-        class Counted(Trainer):
+        class Counted(StepTrainer):
             def _train_micro_batch(self, *given: Any, parts: Any = micro_batches) -> None:
                 before = waits(device)
                 super()._train_micro_batch(*given)
                 parts.append(waits(device) - before)
 
-            def _update(self, *given: Any, parts: Any = updates) -> None:
+            def _update_models(self, *given: Any, parts: Any = updates) -> None:
                 before = waits(device)
-                super()._update(*given)
+                super()._update_models(*given)
                 parts.append(waits(device) - before)
 
         found = train(configure(*CASES[name]), rank, num_ranks, device=device, kind=Counted)

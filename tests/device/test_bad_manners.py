@@ -24,7 +24,7 @@ import asyncflow.device
 from asyncflow.device import abort_group, connect_group
 from asyncflow.errors import WeightSyncError
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.agent_service import WeightAgent
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastGroup, BroadcastMember, sender_name
@@ -203,7 +203,7 @@ def test_connecting_is_given_up_when_the_member_closes(rude: Rude) -> None:
     assert time.monotonic() - began < DEADLINE_S / 2
 
 
-SHARD = LocalShard("w", (300,), Box.whole((300,)), torch.arange(300.0))
+SHARD = LocalShard("w", (300,), Box.from_shape((300,)), torch.arange(300.0))
 PLAN = plan_transfer([describe([SHARD])], bucket_bytes=1024, dtype="float32")
 LAYOUT = RegionLayout(PLAN)
 VERSION = Version(0, 1)
@@ -228,7 +228,7 @@ class Job:
         """Say to the agent that a receiver is there; returns the transfer that begins."""
         self.channels.append(Connection(self.credentials, "weights-0", name, Reply, timeout_s=DEADLINE_S))
         joined = self.channels[-1].submit(JoinBroadcast(""), timeout_s=DEADLINE_S)
-        self.channels[-1].call(AskStatus(), timeout_s=DEADLINE_S)  # the agent has read the one before it, too
+        self.channels[-1].call_service(AskStatus(), timeout_s=DEADLINE_S)  # the agent has read the one before it, too
         return joined
 
     def close(self) -> None:
@@ -250,13 +250,13 @@ def cast(index: int, views: Sequence[torch.Tensor]) -> None:
 
 
 def connect(group: BroadcastGroup, transfer: Transfer) -> None:
-    group.connect(transfer, PLAN, timeout_s=DEADLINE_S, stop=NEVER)
+    group.connect_members(transfer, PLAN, timeout_s=DEADLINE_S, stop=NEVER)
 
 
 def run_both(sender: Broadcaster, joined: Future[Any], receive: Callable[[Transfer], None]) -> None:
     """Broadcast from one thread to a receiver in another."""
     with ThreadPoolExecutor(2) as threads:
-        sending = threads.submit(sender.run, VERSION, cast)
+        sending = threads.submit(sender.broadcast_version, VERSION, cast)
         receiving = threads.submit(lambda: receive(joined.result(DEADLINE_S)[0]))
         receiving.result(DEADLINE_S)
         sending.result(DEADLINE_S)
@@ -267,10 +267,10 @@ def test_weights_are_broadcast_over_such_a_backend(rude: Rude, job: Job) -> None
     member = BroadcastMember(job.credentials.group_store(DEADLINE_S), "rollout-0", CPU)
 
     def receive(transfer: Transfer) -> None:
-        member.receive(transfer, LAYOUT, region.piece, timeout_s=10 * STALL_S)
+        member.receive_version(transfer, LAYOUT, region.view_piece, timeout_s=10 * STALL_S)
 
     run_both(sender, job.join("rollout-0"), receive)
-    assert torch.equal(region.tensor(0), SHARD.values)
+    assert torch.equal(region.view_tensor(0), SHARD.values)
     assert [group.broadcasts for group in rude.made] == [len(PLAN.buckets)] * 2
     assert rude.aborted == []
     assert max(rude.wire.patience) <= timedelta(seconds=STALL_S), "of a bucket, whatever the transfer may take"
@@ -282,7 +282,7 @@ def test_a_receiver_that_joined_and_never_came_costs_the_deadline_before_the_fir
     rude: Rude, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, joined = job.broadcaster(2.0), job.join("rollout-0")
-    sender.run(VERSION, cast)
+    sender.broadcast_version(VERSION, cast)
     assert joined.result(DEADLINE_S)[0].members == ["rollout-0"]
     assert re.search(r"rollout-0 was not here in time.*from their agents", caplog.text)
     assert rude.made == []
@@ -298,8 +298,8 @@ def test_a_stop_that_comes_while_it_connects_ends_what_follows(job: Job, monkeyp
     looked = threading.Event()
 
     class Sender(Broadcaster):
-        def _abort(self) -> None:
-            super()._abort()
+        def _abort_group(self) -> None:
+            super()._abort_group()
             looked.set()
 
     def connect(*given: Any, stop: threading.Event, **named: Any) -> Connection:
@@ -310,7 +310,7 @@ def test_a_stop_that_comes_while_it_connects_ends_what_follows(job: Job, monkeyp
         def handle(self, call: Call) -> None:
             """Does not answer."""
 
-        def disconnected(self, session: Session) -> None:
+        def handle_disconnect(self, session: ChannelSession) -> None:
             """Nothing is kept."""
 
     monkeypatch.setattr("weightsync.broadcast_group.Connection", connect)
@@ -326,7 +326,7 @@ def stopped_after_s(sender: Broadcaster) -> float:
     stop = threading.Event()
     stop.set()
     began = time.monotonic()
-    sender.run(VERSION, cast, stop=stop)
+    sender.broadcast_version(VERSION, cast, stop=stop)
     sender.close()
     return time.monotonic() - began
 
@@ -357,7 +357,7 @@ def test_a_receiver_that_cannot_take_a_version_in_costs_nobody_a_deadline(
     )
     began = time.monotonic()
     while fails not in caplog.text and time.monotonic() - began < DEADLINE_S:
-        sender.run(VERSION, cast)  # to nobody, before the receiver has joined
+        sender.broadcast_version(VERSION, cast)  # to nobody, before the receiver has joined
     took_s = time.monotonic() - began
     receiver.close()
     assert took_s < DEADLINE_S / 2, caplog.text
@@ -377,10 +377,10 @@ def test_a_sender_that_dies_in_a_transfer_costs_the_deadline(rude: Rude, job: Jo
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send_nothing)
         with pytest.raises(WeightSyncError, match=r"step 1: broadcast broke \(the communicator was aborted\)"):
-            alive.receive(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
+            alive.receive_version(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
         sending.result(DEADLINE_S)
     with pytest.raises(WeightSyncError, match="epoch epoch is broken already"):
-        alive.receive(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
+        alive.receive_version(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
 
 
 class Recorded:

@@ -35,7 +35,7 @@ def make_sequences(rows: list[int]) -> Sequences | None:
     if not rows:
         return None
     samples = [make_sample(row) for row in rows]
-    return Sequences.of([prompt for prompt, _ in samples], [response for _, response in samples])
+    return Sequences.from_turns([prompt for prompt, _ in samples], [response for _, response in samples])
 
 
 def square_loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def save(root: Path, rank: int) -> dict[str, Any]:
 def restore(root: Path) -> dict[str, Any]:
     engine = Engine()
     saver = open_saver(root)
-    saver.restore(engine, root / "checkpoints" / "step_000003", seed=0)  # type: ignore[arg-type]  # no whole engine
+    saver.restore_checkpoint(engine, root / "checkpoints" / "step_000003", seed=0)  # type: ignore[arg-type]  # no whole engine
     saver.close()
     assert isinstance(engine.weight, DTensor)
     return {"weight": engine.weight.full_tensor().unique().tolist(), "num_steps": int(engine.step)}

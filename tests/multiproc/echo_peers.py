@@ -14,7 +14,7 @@ from asyncflow.sealed_store import GlooStore
 from asyncflow.transport.channel import gloo_group
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials, ask_for_channel, pair_store
-from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 
 SECRET = b"the job's secret"
 HOST_VARIABLE = "TEST_STORE_HOST"
@@ -55,20 +55,20 @@ class Echo:
         if call.message.text == "full":
             raise QueueFull("no room; waits for rows 3 to 5")
         if call.message.text == "kept":
-            call.reply(Pong("kept"), Payload.of(self.kept[0]))
+            call.send_reply(Pong("kept"), Payload.from_tensor(self.kept[0]))
             return
         if call.message.text == "forget":
             self.kept.clear()
         if call.message.keep:
             self.kept.append(call.payload)
-            call.reply(Pong(call.message.text))
+            call.send_reply(Pong(call.message.text))
             return
         if call.message.answer:
-            call.reply(Pong(call.message.text), Payload.of(call.payload))
+            call.send_reply(Pong(call.message.text), Payload.from_tensor(call.payload))
         else:
             self.parked.append(call)
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         if self.pipe is not None:
             self.pipe.send(("left", session.client))
 
@@ -94,8 +94,8 @@ def holding_client(port: int, pipe: Pipe) -> None:
     """Hold a large answer, and have the server hold a large request."""
     connection = Connection(credentials(port), "echo", "holder", Pong)
     payload = torch.ones(2**20, dtype=torch.uint8)
-    connection.call(Ping("mine", keep=True), Payload.of(payload), timeout_s=20)
-    _, held = connection.call(Ping("yours"), Payload.of(payload), timeout_s=20)
+    connection.call_service(Ping("mine", keep=True), Payload.from_tensor(payload), timeout_s=20)
+    _, held = connection.call_service(Ping("yours"), Payload.from_tensor(payload), timeout_s=20)
     pipe.send(int(held.sum(dtype=torch.int64)))
     pipe.recv()
 
@@ -103,7 +103,7 @@ def holding_client(port: int, pipe: Pipe) -> None:
 def parked_client(port: int, pipe: Pipe, number: int, shared: bool) -> None:
     """Have so many requests open, and report how many were answered."""
     connection = Connection(credentials(port), "here", "parked", Pong, limits=Limits(shared_memory=shared))
-    payload = Payload.of(torch.ones(50_000_000 // (1 + 999 * shared), dtype=torch.uint8))
+    payload = Payload.from_tensor(torch.ones(50_000_000 // (1 + 999 * shared), dtype=torch.uint8))
     futures = [connection.submit(Ping(str(k), answer=False), payload if k % 4 == 0 else None) for k in range(number)]
     pipe.send("parked")
     answers = [future.result(60) for future in futures]

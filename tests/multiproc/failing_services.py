@@ -32,7 +32,7 @@ def weight_agent(port: int, pipe: Pipe, name: str, part: str = "") -> None:
         job=SimpleNamespace(of_role=lambda _: gangs.values()),
         config=SimpleNamespace(weightsync=WeightSyncConfig()),
         credentials=lambda: credentials(port),
-        report=pipe.send,
+        report_state=pipe.send,
         exiting=threading.Event(),
     )
     _tell_end(pipe, services.run_weights, context)

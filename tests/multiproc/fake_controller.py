@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 from tq import Column, StorageUnit
 from tq.config import QueueConfig
 from tq.messages import (
@@ -65,7 +65,7 @@ class FakeController:
         """Note the message, then do as told."""
         kind = type(call.message)
         if kind is UnitAlive:  # comes at any time
-            call.reply(Done())
+            call.send_reply(Done())
             return
         self.heard.put(call.message)
         if kind in self.parking:
@@ -74,9 +74,9 @@ class FakeController:
             raise self.refusals[kind]
         else:
             replies = {RegisterUnit: self.accept, RowsCreated: RowsAccepted(), RowsConfirmed: RowsAccepted()}
-            call.reply(replies.get(kind, Done()))
+            call.send_reply(replies.get(kind, Done()))
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """Nothing hangs on a session."""
 
     def hears(self, kind: type[Message]) -> Any:
@@ -113,12 +113,12 @@ class UnitClient:
 
     def get(self, rows: list[int], *names: str) -> dict[str, Column]:
         """Read columns."""
-        reply, payload = self.connection.call(GetColumns(rows, list(names)), timeout_s=WAIT_S)
+        reply, payload = self.connection.call_service(GetColumns(rows, list(names)), timeout_s=WAIT_S)
         return unpack(reply.columns, payload)
 
     def ask(self, message: Message) -> Any:
         """Send a request and wait for its answer."""
-        return self.connection.call(message, timeout_s=WAIT_S)[0]
+        return self.connection.call_service(message, timeout_s=WAIT_S)[0]
 
     def close(self) -> None:
         """Leave."""
@@ -165,7 +165,7 @@ class Bench:
         controller = self.controller()
         unit = self.unit(config)
         controller.hears(RegisterUnit)
-        until(unit._links.registered)
+        until(unit._links.is_registered)
         return controller, self.client()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ def make_sequences(rows: list[int]) -> Sequences | None:
         return None
     samples = [torch.randint(2, 13, (4 + row,), generator=torch.Generator().manual_seed(row)) for row in rows]
     cuts = [2 + row % 2 for row in rows]
-    return Sequences.of(
+    return Sequences.from_turns(
         [sample[:cut] for sample, cut in zip(samples, cuts, strict=True)],
         [sample[cut:] for sample, cut in zip(samples, cuts, strict=True)],
     )

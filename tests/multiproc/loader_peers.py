@@ -71,7 +71,7 @@ class CountingQueue:
     def ack(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
         self.acked += granted.rows
 
-    def forget(self, granted: LeaseGrant) -> None:
+    def forget_lease(self, granted: LeaseGrant) -> None:
         """Nothing is remembered here."""
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     while not client.stats()[0].tasks[0].parked_requests:
         parked.wait(0.01)
 
-    cpu, whole = torch.device("cpu"), Box.whole((4,))
+    cpu, whole = torch.device("cpu"), Box.from_shape((4,))
     agent = WeightAgent(credentials, "weights-0", WeightSyncConfig(), peers=["weights-1"])
     shards = [LocalShard("w", (4,), whole, torch.ones(4))]
     plan = plan_transfer([describe(shards)], bucket_bytes=1024, dtype="float32")

@@ -40,7 +40,7 @@ class Ranks:
     def weight_needs(self) -> Mapping[str, Need]:
         return needs(self._setup.wide)
 
-    def follow(self, following: Following) -> None:
+    def follow_weights(self, following: Following) -> None:
         self.ranks = [self._start(engine_rank, following, rank, self._setup) for rank in range(NUM_RANKS)]
         assert [rank.hear() for rank in self.ranks] == ["ready"] * NUM_RANKS
 

@@ -22,7 +22,7 @@ from workers.engines.load_engine import load_train_engine, load_value_engine
 from workers.rows.packed_rows import sample_columns, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.step_trainer import Trainer, critic_learner, policy_learner
+from workers.trainer.step_trainer import StepTrainer, critic_learner, policy_learner
 from workers.trainer.tri_model import TriModel
 
 CPU = torch.device("cpu")
@@ -89,12 +89,13 @@ def configure(*settings: str) -> RunConfig:
 
 
 def train(
-    config: RunConfig, rank: int, num_ranks: int, *, device: torch.device = CPU, kind: type[Trainer] = Trainer
+    config: RunConfig, rank: int, num_ranks: int, *, device: torch.device = CPU, kind: type[StepTrainer] = StepTrainer
 ) -> dict[str, Any]:
     """Train one step; returns losses, gradient norms, and what the policy then thinks of all responses."""
     context: Any = SimpleNamespace(
-        config=config, device=device, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
-        job=SimpleNamespace(lineage=0), elapsed_s=0.0, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
+        config=config, device=device, timeline=NoTimeline(), report_state=lambda *_, **__: None,
+        report_progress=lambda: None, job=SimpleNamespace(lineage=0),
+        elapsed_s=0.0, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
     )  # fmt: skip
     policy = load_train_engine(config, device=device)
     critic = load_value_engine(config, device=device) if config.algorithm.has_critic else None

@@ -17,7 +17,7 @@ from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.sealed_store import GlooStore
 from asyncflow.transport import channel as gloo
 from asyncflow.transport.frame import Limits, Payload
-from asyncflow.transport.meeting import Ask, ask_key, open_channel, pair_store
+from asyncflow.transport.meeting import ChannelAsk, ask_key, open_channel, pair_store
 from asyncflow.transport.server import ChannelServer, Connection
 
 Start = Callable[..., Any]
@@ -28,7 +28,7 @@ KEY = b"of a pair"
 @pytest.mark.gate
 def test_large_message_and_payload_come_back_as_they_were(server: Any, connect: Connect) -> None:
     payload = torch.randint(0, 256, (2**25 + 3,), dtype=torch.uint8)
-    reply, echoed = connect().call(Ping("x" * 100_000), Payload.of(payload), timeout_s=30)
+    reply, echoed = connect().call_service(Ping("x" * 100_000), Payload.from_tensor(payload), timeout_s=30)
     assert reply.text == "x" * 100_000
     assert torch.equal(echoed[: payload.numel()], payload)
 
@@ -40,7 +40,7 @@ def test_many_threads_share_a_channel_and_each_gets_its_own_answer(server: Any, 
     def ask(k: int) -> None:
         for i in range(20):
             payload = torch.full((k * 5000 + i,), k, dtype=torch.uint8)
-            reply, echoed = connection.call(Ping(f"{k}/{i}"), Payload.of(payload), timeout_s=30)
+            reply, echoed = connection.call_service(Ping(f"{k}/{i}"), Payload.from_tensor(payload), timeout_s=30)
             if reply.text != f"{k}/{i}" or not torch.equal(echoed[: len(payload)], payload):
                 wrong.append(reply.text)
 
@@ -72,14 +72,14 @@ def test_wrong_secret_is_refused_while_others_are_served(
     good = connect()
     with pytest.raises(TransportError, match="echo did not answer; is it running"):
         connect("stranger", proof=Credentials(credentials.store, b"guess", 1.0))
-    assert good.call(Ping("still here"), timeout_s=10)[0].text == "still here"
-    assert connect("next").call(Ping("me too"), timeout_s=10)[0].text == "me too"
+    assert good.call_service(Ping("still here"), timeout_s=10)[0].text == "still here"
+    assert connect("next").call_service(Ping("me too"), timeout_s=10)[0].text == "me too"
 
 
 def test_client_that_asks_and_vanishes_blocks_nobody(
     server: Any, start: Start, store: TCPStore, credentials: Credentials, connect: Connect
 ) -> None:
-    ask = msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16))
+    ask = msgspec.msgpack.encode(ChannelAsk("00", "ghost", b"n" * 16))
     credentials.own_store().queue_push(ask_key("echo"), ask)
     for stranger in (ask, b"not an ask", b"close"):
         store.queue_push(ask_key("echo"), stranger)
@@ -87,7 +87,7 @@ def test_client_that_asks_and_vanishes_blocks_nobody(
     assert vanishing.hear() == "asked"
     vanishing.end()
     began = time.monotonic()
-    connect().call(Ping("hello"), timeout_s=10)
+    connect().call_service(Ping("hello"), timeout_s=10)
     assert time.monotonic() - began < 5
 
 
@@ -136,7 +136,7 @@ def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
     with pytest.raises(TransportError, match="echo: another process took its place .*channel/echo/pair/.*/0/0"):
         connect("first")
     assert len(attacks) == 1
-    assert connect("second").call(Ping("hello"), timeout_s=20)[0].text == "hello"
+    assert connect("second").call_service(Ping("hello"), timeout_s=20)[0].text == "hello"
 
 
 @pytest.mark.gate
@@ -162,24 +162,24 @@ def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: 
 def test_oversized_message_ends_only_the_channel_that_carried_it(server: Any, connect: Connect) -> None:
     bystander, culprit = connect("bystander"), connect("culprit")
     with pytest.raises(TransportError):
-        culprit.call(Ping("big"), Payload.of(torch.zeros(2**26 + 1, dtype=torch.uint8)), timeout_s=10)
+        culprit.call_service(Ping("big"), Payload.from_tensor(torch.zeros(2**26 + 1, dtype=torch.uint8)), timeout_s=10)
     assert server.hear() == ("left", "culprit")
-    assert bystander.call(Ping("fine"), timeout_s=10)[0].text == "fine"
-    connect("culprit").call(Ping("again"), timeout_s=10)
+    assert bystander.call_service(Ping("fine"), timeout_s=10)[0].text == "fine"
+    connect("culprit").call_service(Ping("again"), timeout_s=10)
 
 
 def test_message_that_cannot_be_read_is_refused_and_nobody_else_notices(server: Any, connect: Connect) -> None:
     bystander, culprit = connect("bystander"), connect("culprit")
     with pytest.raises(PeerRefused, match="cannot be read"):
-        culprit.call({"type": "Nonsense"}, timeout_s=10)
+        culprit.call_service({"type": "Nonsense"}, timeout_s=10)
     for connection in (bystander, culprit):
-        connection.call(Ping("fine"), timeout_s=10)
+        connection.call_service(Ping("fine"), timeout_s=10)
 
 
 def test_oversized_reply_is_refused_by_the_client(server: Any, connect: Connect) -> None:
     connection = connect("small", payload_bytes=1000)
     with pytest.raises(TransportError, match="limit 1000"):
-        connection.call(Ping("big"), Payload.of(torch.zeros(1001, dtype=torch.uint8)), timeout_s=10)
+        connection.call_service(Ping("big"), Payload.from_tensor(torch.zeros(1001, dtype=torch.uint8)), timeout_s=10)
     assert server.hear() == ("left", "small")
 
 
@@ -201,14 +201,14 @@ def test_killed_server_fails_the_requests_in_flight_within_seconds(server: Any, 
 def test_passed_deadline_gives_the_channel_up_on_both_ends(server: Any, connect: Connect) -> None:
     connection = connect("impatient")
     with pytest.raises(TransportError, match="no reply to Ping within"):
-        connection.call(Ping("never", answer=False), timeout_s=0.2)
+        connection.call_service(Ping("never", answer=False), timeout_s=0.2)
     assert server.hear() == ("left", "impatient")
     assert connection.closed
 
 
 def test_stopped_server_delays_a_close_by_its_deadline_only(server: Any, connect: Connect) -> None:
     connection = connect()
-    connection.call(Ping("one"), timeout_s=10)
+    connection.call_service(Ping("one"), timeout_s=10)
     server.signal(signal.SIGSTOP)
     try:
         stuck = threading.Thread(target=_swallow, args=(connection,))
@@ -225,14 +225,14 @@ def test_stopped_server_delays_a_close_by_its_deadline_only(server: Any, connect
 
 def _swallow(connection: Connection) -> None:
     try:
-        connection.call(Ping("big"), Payload.of(torch.zeros(2**24, dtype=torch.uint8)), timeout_s=20)
+        connection.call_service(Ping("big"), Payload.from_tensor(torch.zeros(2**24, dtype=torch.uint8)), timeout_s=20)
     except TransportError:
         return
 
 
 def test_closing_server_says_goodbye_to_its_clients(server: Any, connect: Connect) -> None:
     connection = connect()
-    connection.call(Ping("hello"), timeout_s=10)
+    connection.call_service(Ping("hello"), timeout_s=10)
     future = connection.submit(Ping("never", answer=False))
     server.tell("close")
     with pytest.raises(TransportError, match="the service closed it"):
@@ -245,7 +245,7 @@ def test_both_ends_may_close_at_once_from_many_threads(credentials: Credentials)
     server = ChannelServer(credentials, "here", Ping, Echo())
     connections = [Connection(credentials, "here", f"c{k}", Pong) for k in range(4)]
     for connection in connections:
-        connection.call(Ping("hello"), timeout_s=10)
+        connection.call_service(Ping("hello"), timeout_s=10)
     ends = [*(connection.close for connection in connections for _ in range(3)), server.close, server.close]
     began = time.monotonic()
     threads = [threading.Thread(target=end) for end in ends]
@@ -269,7 +269,7 @@ def test_requests_and_a_close_race_without_hanging_or_strange_errors(credentials
             threads = [threading.Thread(target=_call_until_closed, args=(connection, strange)) for _ in range(4)]
             for thread in threads:
                 thread.start()
-            connection.call(Ping("one"), timeout_s=10)
+            connection.call_service(Ping("one"), timeout_s=10)
             connection.close()
             for thread in threads:
                 thread.join(10)
@@ -282,7 +282,9 @@ def test_requests_and_a_close_race_without_hanging_or_strange_errors(credentials
 def _call_until_closed(connection: Connection, strange: list[BaseException]) -> None:
     try:
         while True:
-            connection.call(Ping("more"), Payload.of(torch.zeros(5000, dtype=torch.uint8)), timeout_s=10)
+            connection.call_service(
+                Ping("more"), Payload.from_tensor(torch.zeros(5000, dtype=torch.uint8)), timeout_s=10
+            )
     except TransportError as error:
         if "no reply" in str(error):
             strange.append(error)
@@ -302,7 +304,7 @@ def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Creden
     server = ChannelServer(credentials, "here", Ping, Echo(), max_clients=1)
     try:
         first = Connection(credentials, "here", "first", Pong)
-        first.call(Ping("hello"), timeout_s=10)
+        first.call_service(Ping("hello"), timeout_s=10)
         before = set(credentials.store.list_keys())
         with pytest.raises(PeerRefused, match="second: here is full: 1 clients; raise max_clients"):
             Connection(credentials, "here", "second", Pong)
@@ -318,11 +320,11 @@ def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Creden
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_client_whose_end_the_service_cannot_take_keeps_no_place(credentials: Credentials) -> None:
     echo = Echo()
-    echo.disconnected = lambda session: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    echo.handle_disconnect = lambda session: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     server = ChannelServer(credentials, "here", Ping, echo, max_clients=1)
     try:
         first = Connection(credentials, "here", "first", Pong)
-        first.call(Ping("hello"), timeout_s=10)
+        first.call_service(Ping("hello"), timeout_s=10)
         serving = next(thread for _, thread in server._channels.values())
         first.close()
         serving.join(10)
@@ -342,7 +344,7 @@ def test_error_that_nobody_expects_fails_the_channel_and_whoever_waits(
 
     monkeypatch.setattr(connection._channel, "receive", broken)
     with pytest.raises(TransportError, match="channel to echo: KeyError: 'nobody thought of this'"):
-        connection.call(Ping("hello"), timeout_s=30)
+        connection.call_service(Ping("hello"), timeout_s=30)
     for future in asked:
         with pytest.raises(TransportError, match="nobody thought of this"):
             future.result(30)
@@ -354,7 +356,7 @@ def test_no_keys_stay_in_the_store_after_the_first_answer(store: TCPStore, crede
     before = set(store.list_keys())
     connections = [Connection(credentials, "here", f"c{k}", Pong) for k in range(5)]
     for connection in connections:
-        connection.call(Ping("hello"), timeout_s=10)
+        connection.call_service(Ping("hello"), timeout_s=10)
     after = set(store.list_keys())
     for connection in connections:
         connection.close()

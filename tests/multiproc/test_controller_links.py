@@ -68,7 +68,7 @@ def test_fence_is_confirmed_only_when_its_controller_knows_what_was_written_befo
     assert isinstance(bench.client("controller-9").ask(FenceRows("train", 5, [0])), Done)
     assert isinstance(orders.ask(FenceRows("ref", 5, [1])), Done)
     assert not fence.done() and not whole_task.done() and not put.done()
-    parked.reply(Done())
+    parked.send_reply(Done())
     assert isinstance(done(put), Stored)
     assert isinstance(done(fence), Done) and isinstance(done(whole_task), Done)
     refused(client.put("ref", 4, [1], {"ref": numbers(1)}), LeaseFenced, "row 1")
@@ -87,7 +87,7 @@ def test_fence_of_one_controller_does_not_wait_for_another(bench: Bench) -> None
     for message in (RowsCreated, RowsConfirmed, OutputsWritten):
         controllers[0].hears(message)
     assert isinstance(bench.client("controller-0").ask(FenceRows("ref", 5, [0])), Done)
-    parked.reply(Done())
+    parked.send_reply(Done())
     done(put)
 
 
@@ -155,9 +155,9 @@ def test_put_whose_rows_were_dropped_fails_and_harms_no_later_one(bench: Bench, 
     until(lambda: stats(client).num_rows == 0)
     refused(client.create([5], {"x": numbers(5)}), PutPending, "row 5 is just being put here")
     if isinstance(answer, RowsAccepted):
-        late.reply(answer)
+        late.send_reply(answer)
     else:
-        late.refuse(answer)
+        late.send_refusal(answer)
     refused(put, QueueFull if isinstance(answer, QueueFull) else PutPending, "no room|elsewhere")
     second.parking.clear()
     assert isinstance(done(client.create([5], {"x": numbers(5)})), Stored)
@@ -213,7 +213,7 @@ def test_fence_during_a_registration_does_not_wait_for_it(bench: Bench) -> None:
     registration = bench.controller(parking={RegisterUnit}).parks()
     assert isinstance(orders.ask(FenceRows("ref", 5, [0])), Done)
     assert not put.done()
-    registration.reply(UnitAccepted(["ref"], []))
+    registration.send_reply(UnitAccepted(["ref"], []))
     assert isinstance(done(put), Stored)
 
 
@@ -256,7 +256,7 @@ def test_commits_from_before_rows_were_lost_are_learnt(bench: Bench) -> None:
     controller, client = bench.started()
     controller.parking.add(RowsCreated)
     create = client.create([5, 6], {"x": numbers(5, 6)})
-    controller.parks().reply(RowsAccepted({"ref": [1], "train": [0, 1]}))
+    controller.parks().send_reply(RowsAccepted({"ref": [1], "train": [0, 1]}))
     done(create)
     assert stats(client).num_rows == 1
     done(client.put("ref", 1, [5]))
@@ -280,12 +280,12 @@ def test_rows_are_confirmed_when_every_controller_agreed_and_with_what_each_of_t
     put = client.create([5, 6], {"x": numbers(5, 6)})
     announced = [controller.parks() for controller in controllers]
     assert all(call.message.held for call in announced)
-    announced[0].reply(RowsAccepted({"train": [1]}))
-    announced[1].reply(RowsAccepted({"ref": [0, 1]}))
+    announced[0].send_reply(RowsAccepted({"train": [1]}))
+    announced[1].send_reply(RowsAccepted({"ref": [0, 1]}))
     confirmed = controllers[1].parks()
     check_confirmed(confirmed.message, [5, 6], {"ref": [0, 1], "train": [1]})
     assert not put.done(), "a controller that does not know yet could not report the rows as lost"
-    confirmed.reply(RowsAccepted({"train": [0]}))
+    confirmed.send_reply(RowsAccepted({"train": [0]}))
     done(put)
     assert stats(client).num_rows == 0
 
@@ -299,7 +299,7 @@ def test_rows_that_not_all_agreed_to_are_held_in_the_inventory_of_a_late_control
     announced = controller.parks()
     late = bench.controller("controller-1")
     assert [record.pending for record in late.hears(RegisterUnit).records] == [True]
-    announced.reply(RowsAccepted({"ref": [0]}))
+    announced.send_reply(RowsAccepted({"ref": [0]}))
     done(put)
     check_confirmed(late.hears(RowsConfirmed), [5], {"ref": [0]})
 

@@ -11,7 +11,7 @@ from fake_controller import WAIT_S, until
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 from tq import ControllerService, TaskSpec
 from tq.config import QueueConfig
 from tq.control import controller
@@ -50,8 +50,8 @@ class WatchedTimers(Timers):
         self.set: list[tuple[float, Timer]] = []
         super().__init__(name, **options)
 
-    def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        timer = super().after(delay_s, callback)
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        timer = super().call_later(delay_s, callback)
         self.set.append((delay_s, timer))
         return timer
 
@@ -95,7 +95,7 @@ class Bench:
 
 
 def ask(connection: Connection, message: Message) -> Any:
-    return connection.call(message, timeout_s=WAIT_S)[0]
+    return connection.call_service(message, timeout_s=WAIT_S)[0]
 
 
 @pytest.fixture(name="bench")
@@ -231,9 +231,9 @@ def test_a_consumer_that_joins_while_the_end_of_its_earlier_channel_is_noticed_i
     earlier, later = bench.connection("reader"), bench.connection("reader")
     ask(earlier, Join("reader@here", []))
     durable, noticed = bench.service._durable, threading.Event()
-    add, ended = durable.add, bench.service.disconnected
+    add, ended = durable.add_peer, bench.service.handle_disconnect
 
-    def note(session: Session) -> None:
+    def note(session: ChannelSession) -> None:
         ended(session)
         noticed.set()
 
@@ -242,10 +242,10 @@ def test_a_consumer_that_joins_while_the_end_of_its_earlier_channel_is_noticed_i
         earlier.close()
         noticed.wait(0.5)
 
-    bench.service.disconnected, durable.add = note, add_slowly  # type: ignore[method-assign]
+    bench.service.handle_disconnect, durable.add_peer = note, add_slowly  # type: ignore[method-assign]
     ask(later, Join("reader@here", []))
     assert noticed.wait(WAIT_S)
-    durable.add = add  # type: ignore[method-assign]
+    durable.add_peer = add  # type: ignore[method-assign]
     bench.service.close()
     bench.start()
     assert waiting_for(bench) == "reader@here"
@@ -263,9 +263,9 @@ class ToldUnit:
         """Confirm, once that is allowed."""
         self.heard.put(call.message)
         assert self.confirms.wait(WAIT_S)
-        call.reply(Done())
+        call.send_reply(Done())
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """Nothing hangs on it."""
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def parts_of(version: Version, rank: int) -> list[Part]:
             start, stop = (0, half) if rank == 0 else (half, shape[0])
             parts.append(Part(name, shape, Box.rows(shape, start, stop), tensor[start:stop]))
         elif rank == 1:
-            parts.append(Part(name, shape, Box.whole(shape), tensor))
+            parts.append(Part(name, shape, Box.from_shape(shape), tensor))
     return parts
 
 
@@ -86,7 +86,9 @@ class Run:
         self.dir = run_dir
         store, port = serve_store(LOOPBACK, timedelta(seconds=20))
         self.credentials = Credentials(store, SECRET, 20)
-        self.job = Job(LOOPBACK, port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
+        self.job = Job(
+            LOOPBACK, port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.from_wall_clock()
+        )
         self.job.save(run_dir)
         sync = WeightSyncConfig(num_slots=4, max_updating=1, bucket_bytes=1 << 14, dtype="bfloat16")
         self.agent = WeightAgent(self.credentials, "weights-0", sync)
@@ -220,7 +222,7 @@ def test_wait_ends_when_another_run_has_taken_the_directory(run: Run) -> None:
 
 def test_run_that_went_back_to_a_checkpoint_is_not_over(run: Run) -> None:
     with connect_weights(run.dir, "engine") as feed:
-        run.job.changed(lineage=1).save(run.dir)
+        run.job.with_changes(lineage=1).save(run.dir)
         run.publish(1, lineage=1)
         assert feed.wait_newer(None, timeout_s=DEADLINE_S)
 
@@ -233,7 +235,7 @@ def test_nothing_runs_there(tmp_path: Path) -> None:
 def test_run_that_was_killed_is_over_at_once(tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as closing:
         port = closing.getsockname()[1]
-    Job(LOOPBACK, port, SECRET.hex(), 1, (), 0, "", 1, 0.0, HostClock.measure()).save(tmp_path)
+    Job(LOOPBACK, port, SECRET.hex(), 1, (), 0, "", 1, 0.0, HostClock.from_wall_clock()).save(tmp_path)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine: the run in .* is over"):
         connect_weights(tmp_path, "engine")

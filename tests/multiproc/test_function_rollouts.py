@@ -856,7 +856,7 @@ def test_what_has_finished_does_not_wait_for_the_engine(start: Any) -> None:
 
 @pytest.mark.gate
 def test_what_rollouts_do_is_counted_and_recorded(start: Any, tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "rollout-0-0.jsonl", HostClock.measure())
+    timeline = Timeline(tmp_path / "rollout-0-0.jsonl", HostClock.from_wall_clock())
     rollouts, _ = start(spans=timeline)
     rollouts.begin([request(0), request(1)])
     assert rollouts.figures()["live"] == 2

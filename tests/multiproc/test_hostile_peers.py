@@ -28,9 +28,9 @@ def _here(credentials: Credentials) -> Iterator[Echo]:
 @pytest.fixture(name="bystander")
 def _bystander(here: Echo, credentials: Credentials) -> Iterator[Connection]:
     connection = Connection(credentials, "here", "bystander", Pong)
-    connection.call(Ping("x"), timeout_s=20)
+    connection.call_service(Ping("x"), timeout_s=20)
     yield connection
-    assert connection.call(Ping("still served"), timeout_s=20)[0].text == "still served"
+    assert connection.call_service(Ping("still served"), timeout_s=20)[0].text == "still served"
     connection.close()
 
 
@@ -42,13 +42,13 @@ def _handle(offset: int, num_bytes: int = 64, generation: int | None = None) -> 
         mine = own.offer.generation if generation is None else generation
         frame = Frame(FrameKind.REQUEST, 9, Route.SHARED, b"", payload_bytes=num_bytes, offset=offset)
         frame.generation = mine
-        channel._send(frame, None, 5)
+        channel._send_frame(frame, None, 5)
 
     return send
 
 
 def _frame(**fields: Any) -> Callable[[Channel], None]:
-    return lambda channel: channel._send(Frame(**fields), None, 5)
+    return lambda channel: channel._send_frame(Frame(**fields), None, 5)
 
 
 def _garbage(channel: Channel) -> None:
@@ -59,7 +59,7 @@ def _garbage(channel: Channel) -> None:
 def _release(offset: int) -> Callable[[Channel], None]:
     def send(channel: Channel) -> None:
         channel._released.append(offset)
-        channel._send(Frame(FrameKind.REQUEST, 9, body=msgspec.msgpack.encode(Ping("x"))), None, 5)
+        channel._send_frame(Frame(FrameKind.REQUEST, 9, body=msgspec.msgpack.encode(Ping("x"))), None, 5)
 
     return send
 
@@ -87,7 +87,7 @@ def test_broken_protocol_ends_its_channel_only(
 ) -> None:
     caplog.set_level("INFO", "asyncflow.transport.server")
     culprit = Connection(credentials, "here", "culprit", Pong)
-    culprit.call(Ping("x"), timeout_s=20)
+    culprit.call_service(Ping("x"), timeout_s=20)
     serving = next(thread for thread in threading.enumerate() if thread.name == "serve-culprit")
     attack(culprit._channel)
     assert culprit.wait_closed(20)
@@ -113,8 +113,8 @@ def test_request_that_cannot_be_read_is_refused_and_its_channel_goes_on(
     culprit = Connection(credentials, "here", "culprit", Pong)
     for _ in range(2):
         with pytest.raises(PeerRefused, match="a request of culprit cannot be read"):
-            culprit.call(message, Payload.of(torch.ones(2**16, dtype=torch.uint8)), timeout_s=20)
-    assert culprit.call(Ping("better"), timeout_s=20)[0].text == "better"
+            culprit.call_service(message, Payload.from_tensor(torch.ones(2**16, dtype=torch.uint8)), timeout_s=20)
+    assert culprit.call_service(Ping("better"), timeout_s=20)[0].text == "better"
     lines = [record for record in caplog.records if record.name == "asyncflow.transport.server"]
     assert len(lines) == 2, caplog.text
     culprit.close()
@@ -126,7 +126,7 @@ def test_client_that_never_says_hello_is_given_up(
     silent = start(silent_client)
     assert silent.hear() == 2
     greeting = [thread for thread in threading.enumerate() if thread.name == "greet-silent"]
-    bystander.call(Ping("meanwhile"), timeout_s=20)
+    bystander.call_service(Ping("meanwhile"), timeout_s=20)
     for thread in greeting:
         thread.join(20)
         assert not thread.is_alive()
@@ -145,7 +145,7 @@ def test_arena_that_cannot_be_mapped_leaves_the_wire(
     assert not connection.shared
     payload = torch.arange(2**16, dtype=torch.int64)
     for _ in range(3):
-        echoed = connection.call(Ping("x"), Payload.of(payload), timeout_s=20)[1]
+        echoed = connection.call_service(Ping("x"), Payload.from_tensor(payload), timeout_s=20)[1]
         assert torch.equal(echoed.view(torch.int64), payload)
     assert "channel to here: payloads go through the wire (no addresses left)" in caplog.text
     connection.close()
@@ -159,14 +159,14 @@ def test_handle_of_a_peer_that_shares_no_memory_is_refused(bystander: Connection
     ):
         culprit = Connection(credentials, "here", "culprit", Pong, limits=Limits(shared_memory=False))
         culprit._channel._released.extend(frame.releases)
-        culprit._channel._send(frame, None, 5)
+        culprit._channel._send_frame(frame, None, 5)
         assert culprit.wait_closed(20)
         culprit.close()
 
 
 def test_no_room_is_told_apart_from_other_refusals(bystander: Connection) -> None:
     with pytest.raises(QueueFull, match="here: no room; waits for rows 3 to 5") as caught:
-        bystander.call(Ping("full"), timeout_s=20)
+        bystander.call_service(Ping("full"), timeout_s=20)
     assert isinstance(caught.value, PeerRefused)
 
 
@@ -198,12 +198,12 @@ def test_payload_that_cannot_be_written_costs_no_memory(bystander: Connection) -
         def write(self, out: torch.Tensor) -> None:
             raise ValueError("no such values")
 
-    good = Payload.of(torch.ones(100_000, dtype=torch.uint8))
-    bystander.call(Ping("x"), good, timeout_s=20)
+    good = Payload.from_tensor(torch.ones(100_000, dtype=torch.uint8))
+    bystander.call_service(Ping("x"), good, timeout_s=20)
     for num in (100, 100_000):
         with pytest.raises(ValueError, match="no such values"):
-            bystander.submit(Ping("x"), Unwritable(Payload.of(torch.ones(num, dtype=torch.uint8)).pieces))
-    bystander.call(Ping("x"), timeout_s=20)
+            bystander.submit(Ping("x"), Unwritable(Payload.from_tensor(torch.ones(num, dtype=torch.uint8)).pieces))
+    bystander.call_service(Ping("x"), timeout_s=20)
     assert isinstance(bystander._channel, PipeChannel)
     own = bystander._channel._arena
     assert own is not None

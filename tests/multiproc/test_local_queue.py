@@ -537,7 +537,7 @@ def test_a_queue_that_cannot_be_is_refused_before_anything_starts(
 def test_a_put_that_cannot_be_is_refused_here(
     queue: tq.LocalQueue, columns: dict[str, tq.Column], settings: dict[str, Any], message: str
 ) -> None:
-    credentials = QueueAddress.load(queue.address).credentials()
+    credentials = QueueAddress.load(queue.address).connect_store()
     client = tq.QueueClient(credentials, "wrong", config=FAST.model_copy(update={"max_message_bytes": 2**20}))
     with pytest.raises(ConfigError, match=message):
         client.put_rows(columns, **settings)
@@ -562,12 +562,12 @@ def test_rows_and_columns_beside_a_lease_are_refused_and_the_lease_stays(queue: 
 def test_a_consumer_that_was_silent_for_too_long_hears_that_its_fetch_is_over(queue: tq.LocalQueue) -> None:
     """Else it would wait, once it goes on, for an answer that nobody owes it any more."""
     address = QueueAddress.load(queue.address)
-    connection = Connection(address.credentials(), "controller-0", "silent", CONTROLLER_REPLIES)
-    connection.call(Join("silent@1", []), timeout_s=DEADLINE_S)
-    reply, _ = connection.call(FetchRows("score", "silent@1", 1, 0, 600), timeout_s=DEADLINE_S)
+    connection = Connection(address.connect_store(), "controller-0", "silent", CONTROLLER_REPLIES)
+    connection.call_service(Join("silent@1", []), timeout_s=DEADLINE_S)
+    reply, _ = connection.call_service(FetchRows("score", "silent@1", 1, 0, 600), timeout_s=DEADLINE_S)
     assert isinstance(reply, NoRows)
     assert reply.reason is NoRowsReason.DEADLINE
-    reply, _ = connection.call(Heartbeat("silent@1"), timeout_s=DEADLINE_S)
+    reply, _ = connection.call_service(Heartbeat("silent@1"), timeout_s=DEADLINE_S)
     assert not reply.known
     connection.close()
 
@@ -575,7 +575,7 @@ def test_a_consumer_that_was_silent_for_too_long_hears_that_its_fetch_is_over(qu
 def test_a_consumer_that_never_comes_back_is_waited_for_once(tmp_path: Path) -> None:
     with tq.start({"score": ["prompt"]}, num_units=1, config=FAST, log_dir=tmp_path) as queue:
         client = queue.client("me")
-        store = QueueAddress.load(queue.address).credentials().own_store()
+        store = QueueAddress.load(queue.address).connect_store().own_store()
         ghost = "tq/0/controller-0/owner/ghost@1"
         store.set(ghost, "1")
         os.kill(queue.pids()["controller-0"], signal.SIGKILL)

@@ -10,7 +10,7 @@ from torch.distributed import DistNetworkError
 from asyncflow.errors import RoleFailed, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.server import ChannelServer, Connection, Session
+from asyncflow.transport.server import ChannelServer, ChannelSession, Connection
 from weightsync.messages import connections
 
 
@@ -44,7 +44,7 @@ def test_server_whose_store_client_breaks_takes_another_one(credentials: Credent
     server = ChannelServer(breaking(credentials, lost, lost), "here", Ping, Echo(), threads=threads)
     try:
         connection = Connection(credentials, "here", "client", Pong)
-        assert connection.call(Ping("hello"), timeout_s=10)[0].text == "hello"
+        assert connection.call_service(Ping("hello"), timeout_s=10)[0].text == "hello"
         connection.close()
         threads.check()
     finally:
@@ -85,7 +85,7 @@ class LeavingEcho(Echo):
         super().__init__()
         self.left = threading.Event()
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         self.left.set()
 
 
@@ -116,7 +116,7 @@ def test_client_that_the_server_has_no_thread_for_is_cut_off_and_takes_no_place(
         assert refusals == []
         unheard.close()
         connection = Connection(credentials, "here", "client", Pong)
-        assert connection.call(Ping("hello"), timeout_s=20)[0].text == "hello"
+        assert connection.call_service(Ping("hello"), timeout_s=20)[0].text == "hello"
         connection.close()
     finally:
         server.close()

@@ -16,7 +16,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.meeting import Ask, ask_key
+from asyncflow.transport.meeting import ChannelAsk, ask_key
 from launcher.nodes.head import SERVICE, NodeHead
 from launcher.nodes.link import HeadLink
 from launcher.nodes.membership import Membership, needed_devices
@@ -102,7 +102,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 @pytest.mark.gate
 def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
     link, inbox = joined(run)
-    node = run.head.hosts()[1]
+    node = run.head.remote_hosts()[1]
     node.start(REF, 2)
     node.dump_stacks()
     node.kill("ref-0")
@@ -113,7 +113,7 @@ def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
     link.send(PartExited(exited))
     assert run.next() == StopRequested(1)
     assert run.next() == (1, exited)
-    ending = threading.Thread(target=run.head.finish, args=(75, "stopped"))
+    ending = threading.Thread(target=run.head.finish_run, args=(75, "stopped"))
     ending.start()
     assert inbox.get(timeout=DEADLINE_S) == FinishRun(75, "stopped")
     link.send(Left())
@@ -124,22 +124,22 @@ def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
 
 def test_clock_is_aligned_to_node_0(run: Run) -> None:
     link, _ = joined(run)
-    (node,) = run.head.nodes()
+    (node,) = run.head.other_nodes()
     assert (node.rank, node.host, node.address, node.clock) == (1, "host-1", "127.0.0.1", link.clock)
     assert link.clock.offset_s == pytest.approx(CLOCK.offset_s, abs=1.0)
-    assert "ahead of node 0's" in run.head.warnings()[0]
+    assert "ahead of node 0's" in run.head.clock_warnings()[0]
 
 
 @pytest.mark.gate
 def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     link, inbox = joined(run)
-    stranger = run.store.client()
+    stranger = run.store.open_client()
     guess = SealedStore(stranger, b"guess")
-    ask = msgspec.msgpack.encode(Ask("1", run.head._members.token(1), b"nonce"))
+    ask = msgspec.msgpack.encode(ChannelAsk("1", run.head._members.token(1), b"nonce"))
     for data in (b"", b"noise", ask):
         stranger.queue_push(ask_key(SERVICE), data)
         guess.queue_push(ask_key(SERVICE), data)
-    run.head.hosts()[1].kill("ref-0")
+    run.head.remote_hosts()[1].kill("ref-0")
     assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
     link.send(StopAsked(1))
     assert run.next() == StopRequested(1)
@@ -181,7 +181,7 @@ def silence(until_closed: Callable[[float], bool]) -> None:
 def test_launcher_whose_thread_for_orders_dies_counts_node_0_as_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     link, _ = joined(run)
     monkeypatch.setattr(logging.getLogger("launcher.nodes.link"), "info", boom)
-    run.head.hosts()[1].kill("ref-0")
+    run.head.remote_hosts()[1].kill("ref-0")
     assert until(link.lost, "node 0 is lost") == "a thread died: KeyError: 'nobody thought of this'"
 
 
@@ -223,7 +223,7 @@ def test_second_launcher_with_the_same_number_is_sent_away(run: Run) -> None:
 
 
 def test_launcher_that_joins_when_the_run_is_over_is_sent_away(run: Run) -> None:
-    run.head.finish(0, "done")
+    run.head.finish_run(0, "done")
     answer, _ = run.join()
     assert answer == Refuse("the run is over", True)
 

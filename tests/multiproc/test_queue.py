@@ -67,7 +67,7 @@ def unit_stats(credentials: Credentials) -> list[tuple[int, int]]:
     stats = []
     for unit in UNITS:
         connection = Connection(credentials, unit, "observer", UNIT_REPLIES)
-        reply, _ = connection.call(GetUnitStats(), timeout_s=10)
+        reply, _ = connection.call_service(GetUnitStats(), timeout_s=10)
         stats.append((reply.num_rows, reply.num_bytes))
         connection.close()
     return stats

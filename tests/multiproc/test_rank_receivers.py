@@ -36,7 +36,7 @@ class Said:
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+    def record_span(self, name: str, seconds: float, **attributes: int | float | str) -> None:
         self.spans.add((name, attributes["version"], attributes["rank"]))
 
 
@@ -45,7 +45,9 @@ class User:
 
     def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
         self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
-        job = Job("127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
+        job = Job(
+            "127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.from_wall_clock()
+        )
         job.save(run_dir)
         self.receiver = RanksReceiver(
             credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead=lead,

@@ -35,7 +35,11 @@ def _address(store: TCPStore, tmp_path: Path) -> Path:
         ("tq.unit.unit_puts:UnitUpkeep._has_work", 1, "upkeep"),
         ("tq.unit.storage:StorageUnit.inventory", 1, "link-controller-0"),
         ("tq.unit.controller_link:ControllerLink._send_next", 1, "tell-controller-0"),
-        ("tq.unit.controller_link:ControllerLinks.beat", 2, "timers"),  # the first is made before any thread is there
+        (
+            "tq.unit.controller_link:ControllerLinks.send_beat",
+            2,
+            "timers",
+        ),  # the first is made before any thread is there
     ],
 )
 def test_storage_unit_whose_thread_dies_ends_and_names_it(
@@ -51,7 +55,7 @@ def test_storage_unit_whose_thread_dies_ends_and_names_it(
 def test_controller_whose_thread_dies_ends_and_names_it(start: Start, address: Path) -> None:
     controller = start(of_queue, str(address), "controller-0", "tq.control.durable_facts:UnitBacklog._tell_all", 1)
     start(of_queue, str(address), "storage-0")
-    client = QueueClient(QueueAddress.load(address).credentials(), "me", config=CONFIG)
+    client = QueueClient(QueueAddress.load(address).connect_store(), "me", config=CONFIG)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))})
     lease = client.fetch("train", num_rows=1)
     assert isinstance(lease, Lease)

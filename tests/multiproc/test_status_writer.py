@@ -26,7 +26,7 @@ def test_it_shows_the_ranks_though_no_service_answers_and_leaves_neither_thread_
     """A launcher that ends while a thread of it is inside PyTorch is aborted: SIGABRT instead of its exit code."""
     _server, port = serve_store(LOOPBACK, timedelta(seconds=30))
     gangs = (GangSpec("weights-0", "weights", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
-    job = Job(LOOPBACK, port, "00" * 32, 1, gangs, 0, "", 1, time.time(), HostClock.measure())
+    job = Job(LOOPBACK, port, "00" * 32, 1, gangs, 0, "", 1, time.time(), HostClock.from_wall_clock())
     path = tmp_path / STATUS_FILE
     values: dict[str, Any] = {
         "steps": 9,

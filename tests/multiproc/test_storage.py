@@ -97,7 +97,7 @@ def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench
     for value in (1, 2):
         refused(client.create([0], {"x": numbers(value)}), PutPending, "row 0 is just being put here")
     assert not first.done()
-    parked.reply(RowsAccepted())
+    parked.send_reply(RowsAccepted())
     assert isinstance(done(first), Stored)
     assert isinstance(done(client.create([0], {"x": numbers(1)})), Stored)
     refused(client.create([0], {"x": numbers(2)}), RowsExist, "row 0 exists")
@@ -115,10 +115,10 @@ def test_nobody_hears_of_a_row_that_it_is_in_before_all_controllers_confirmed_it
     first = client.create([0, 1], {"x": numbers(0, 1)})
     parked = controller.parks()
     refused(client.create([1], {"x": numbers(1)}), PutPending, "row 1 is just being put")
-    parked.reply(RowsAccepted())
+    parked.send_reply(RowsAccepted())
     parked = controller.parks()
     refused(client.create([1], {"x": numbers(1)}), PutPending, "row 1 is just being put")
-    parked.reply(RowsAccepted())
+    parked.send_reply(RowsAccepted())
     assert isinstance(done(first), Stored)
     assert isinstance(done(client.create([1], {"x": numbers(1)})), Stored)
 

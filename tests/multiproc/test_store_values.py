@@ -42,7 +42,7 @@ def kill_and_wait(queue: tq.LocalQueue, service: str) -> None:
 
 def largest_value(queue: tq.LocalQueue) -> int:
     """Return the bytes of the largest value in the queue's store."""
-    store = QueueAddress.load(queue.address).credentials().group_store()
+    store = QueueAddress.load(queue.address).connect_store().group_store()
     return max(len(store.get(key)) for key in store.list_keys())
 
 

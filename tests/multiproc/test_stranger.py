@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> None:
     with tq.start({"score": ["x"]}, num_units=1, config=CONFIG, log_dir=tmp_path) as queue:
         address = QueueAddress.load(queue.address)
-        stranger = address.credentials().store
+        stranger = address.connect_store().store
         client = queue.client("me")
         client.put_rows({"x": tq.column([1, 2])})
         assert not any(address.secret in stranger.get(key) for key in stranger.list_keys() if key.startswith("tq/"))

@@ -94,7 +94,7 @@ def same(loaded: Mapping[str, Tensor], version: Version, *, dtype: str = "float3
 def box_of(name: str, shape: tuple[int, ...], rank: int, setup: Setup) -> Box:
     """Return what a rank holds of a parameter."""
     if name in BUFFERS or not shape:
-        return Box.whole(shape)  # everybody does
+        return Box.from_shape(shape)  # everybody does
     axis = len(shape) - 1 if setup.cut == "columns" else 0
     length = shape[axis] // setup.num_ranks
     offset, size = [0] * len(shape), list(shape)

@@ -45,14 +45,14 @@ class Part:
 
 def stop_in_broadcast(pipe: Pipe) -> str:
     """Have this process say `midway` after the first bucket of its next broadcast, then wait."""
-    summary = BucketLayout.summary
+    summary = BucketLayout.make_summary
 
     def waiting(bucket: BucketLayout, words: Tensor) -> Tensor:
         pipe.send("midway")
         pipe.recv()
         return summary(bucket, words)
 
-    setattr(BucketLayout, "summary", waiting)  # noqa: B010 - a test's hook
+    setattr(BucketLayout, "make_summary", waiting)  # noqa: B010 - a test's hook
     return "will stop"
 
 
@@ -99,7 +99,7 @@ class _LyingAgent(WeightAgent):
             packed = region.packed(region.layout.plan.buckets[wanted.bucket]).clone()
             self._release(call, wanted.version)
             packed[3] ^= 1
-            call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
+            call.send_reply(BucketFetched(None, packed.numel()), Payload.from_tensor(packed))
         else:
             super()._send_bucket(call, wanted)
 
@@ -331,19 +331,19 @@ class Receiver:
 
 def _count_epochs() -> set[str]:
     built: set[str] = set()
-    connect = BroadcastGroup.connect
+    connect = BroadcastGroup.connect_members
 
     def counted(group: BroadcastGroup, transfer: Any, plan: Any, **limits: Any) -> None:
         built.add(transfer.epoch)
         connect(group, transfer, plan, **limits)
 
-    setattr(BroadcastGroup, "connect", counted)  # noqa: B010 - a test's hook
+    setattr(BroadcastGroup, "connect_members", counted)  # noqa: B010 - a test's hook
     return built
 
 
 def _tamper(number: int) -> list[None]:
     left: list[None] = [None] * number
-    stamp = BucketLayout.stamp
+    stamp = BucketLayout.stamp_trailer
 
     def tampering(bucket: BucketLayout, words: Tensor, version: Version) -> None:
         stamp(bucket, words, version)
@@ -351,7 +351,7 @@ def _tamper(number: int) -> list[None]:
             left.pop()
             words.view(torch.uint8)[2] ^= 1
 
-    setattr(BucketLayout, "stamp", tampering)  # noqa: B010 - a test's hook
+    setattr(BucketLayout, "stamp_trailer", tampering)  # noqa: B010 - a test's hook
     return left
 
 

@@ -105,7 +105,7 @@ class WeightRun:
     def damage(self, version: Version, name: str, expected: bytes, agent: Any = None) -> None:
         """Change one byte of a tensor in the slot where it lies."""
         plan = self.plan()
-        start = _HEADER_BYTES + plan.starts()[plan.names.index(name)]
+        start = _HEADER_BYTES + plan.tensor_starts()[plan.names.index(name)]
         for path in self.slot_paths(agent):
             with path.open("r+b", buffering=0) as file:
                 file.seek(start)

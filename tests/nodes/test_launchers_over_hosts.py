@@ -176,7 +176,7 @@ def test_job_that_an_earlier_run_left_behind_is_passed_over(two_hosts: list[Host
     assert listener.stdout is not None
     assert listener.stdout.readline() == "listens\n"
     (tmp_path / "run").mkdir()
-    Job(two_hosts[0].address, 29400, "00", 2, (), 0, "", 3, 4.5, HostClock.measure()).save(tmp_path / "run")
+    Job(two_hosts[0].address, 29400, "00", 2, (), 0, "", 3, 4.5, HostClock.from_wall_clock()).save(tmp_path / "run")
     results = ends(start(two_hosts, tmp_path / "run", TRAIN))
     assert [code for code, _ in results] == [0, 0], results
     assert listener.stdin is not None

@@ -82,11 +82,11 @@ def converse(
     talks = [start]
     for _ in range(turns):
         talk = random.choice(talks)
-        prompt = session.prompt(talk, offered)
+        prompt = session.make_prompt(talk, offered)
         drawn = engine.draw(prompt, tools=offered)
         if random.random() < 0.2:
             drawn = replace(drawn, shown=drawn.token_ids[: random.randrange(len(drawn.token_ids))])
-        _, message = session.record(prompt, drawn)
+        _, message = session.record_reply(prompt, drawn)
         longer = [*talk, _as_sent_back(message, random)]
         calls = message.get("tool_calls", [])
         for call in calls:
@@ -100,7 +100,7 @@ def converse(
             talks.append(random.choice([start, longer[:1] + longer[-1:], [{"role": "user", "content": "Sum up."}]]))
         if not append_only and random.random() < 0.2:
             more = session.prompt_of_ids([*prompt.ids, *drawn.token_ids, 7, 8][: random.choice([-2, -1, None])])
-            session.record(more, engine.draw(more))
+            session.record_reply(more, engine.draw(more))
     return session.num_turns
 
 

@@ -16,7 +16,7 @@ class ScriptedSessions:
     """Implements `Sessions`.
 
     Attributes:
-        requests: of `complete`, with their keys in `keys`.
+        requests: of `complete_turn`, with their keys in `keys`.
         open: no turn ends while it is not set.
         begun: one release per turn.
         cancelled: one release per turn that was.
@@ -31,7 +31,7 @@ class ScriptedSessions:
         self.begun = asyncio.Semaphore(0)
         self.cancelled = asyncio.Semaphore(0)
 
-    async def complete(self, key: str, request: ChatRequest) -> Reply:
+    async def complete_turn(self, key: str, request: ChatRequest) -> Reply:
         self.requests.append(request)
         self.keys.append(key)
         self.begun.release()

@@ -93,7 +93,7 @@ def _batch(size: int) -> Any:
     from workers.rows.packed_rows import Sequences
 
     prompts = [_tokens(2 + row // 2 % 2, 100 + row // 2) for row in range(size)]
-    return Sequences.of(prompts, [_tokens(1 + row % 5, row) for row in range(size)])
+    return Sequences.from_turns(prompts, [_tokens(1 + row % 5, row) for row in range(size)])
 
 
 def _tokens(count: int, seed: int) -> Tensor:
@@ -106,12 +106,14 @@ def _views(files: Path, needs: Any) -> dict[str, Tensor]:
     from weightsync.slot_memory import Region, RegionLayout
 
     weights = load_file(files / "model.safetensors")
-    held = [ShardSpec(name, tuple(one.shape), "float32", Box.whole(tuple(one.shape))) for name, one in weights.items()]
+    held = [
+        ShardSpec(name, tuple(one.shape), "float32", Box.from_shape(tuple(one.shape))) for name, one in weights.items()
+    ]
     plan = plan_transfer([held], bucket_bytes=2**20, dtype="float32")
     region = Region(torch.empty(plan.region_bytes, dtype=torch.uint8), RegionLayout(plan))
     for number, name in enumerate(plan.names):
-        region.tensor(number).copy_(weights[name])
-    return region.views(match_needs(plan, needs, whole=False))
+        region.view_tensor(number).copy_(weights[name])
+    return region.view_matched(match_needs(plan, needs, whole=False))
 
 
 def _scored(*, shared: bool) -> dict[str, Tensor]:
@@ -119,7 +121,7 @@ def _scored(*, shared: bool) -> dict[str, Tensor]:
 
     path = ROOT / "configs" / "quickstart" / "reward_model"
     model = RewardModel(path, dtype=torch.float32, device=torch.device("cpu"), shared=shared)
-    return {"scores": model.scores(_batch(8)), "score of one": model.scores(_batch(1))}
+    return {"scores": model.score_samples(_batch(8)), "score of one": model.score_samples(_batch(1))}
 
 
 def _run(root: Path, case: str) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ class CountingRole:
         self.updates: list[tuple[int, int, int]] = []
         self.ended: list[str] = []
 
-    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+    def take_round(self, batch: PackedBatch, record: StepRecord) -> None:
         if len(batch):
             step = record.step
             lines = ledger_lines(batch, step=step, admitted_step=step, lineage=0, time_s=0.0)
             record.add_rows(batch, lines, admitted_step=step)
 
-    def commit(self, record: StepRecord, stopped: bool) -> bool:
+    def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         return not stopped
 
     def before_update(self) -> float:
@@ -35,5 +35,5 @@ class CountingRole:
     def publish(self, record: StepRecord) -> None:
         self.ended.append(f"publish {record.step}")
 
-    def record(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         self.ended.append(f"record {record.step}")

@@ -5,9 +5,9 @@ from torch.distributed import HashStore
 
 from asyncflow.errors import CheckpointError, SealBroken
 from asyncflow.sealed_store import SealedStore
-from workers.rank.actor_critic_channel import ActorCriticChannel, Kind, Message
+from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
 
-SENT = [Message(Kind.COMMIT, 1), Message(Kind.SAVE, 1), Message(Kind.COMMIT, 2), Message(Kind.END)]
+SENT = [ActorMessage(Kind.COMMIT, 1), ActorMessage(Kind.SAVE, 1), ActorMessage(Kind.COMMIT, 2), ActorMessage(Kind.END)]
 
 
 def test_every_rank_receives_all_messages_in_order() -> None:
@@ -22,9 +22,9 @@ def test_every_rank_receives_all_messages_in_order() -> None:
 
 def test_messages_of_an_abandoned_lineage_are_not_received() -> None:
     store = SealedStore(HashStore(), b"secret")
-    ActorCriticChannel(store, lineage=0).send(Message(Kind.COMMIT, 7))
-    ActorCriticChannel(store, lineage=1).send(Message(Kind.COMMIT, 4))
-    assert ActorCriticChannel(store, lineage=1).recv() == Message(Kind.COMMIT, 4)
+    ActorCriticChannel(store, lineage=0).send(ActorMessage(Kind.COMMIT, 7))
+    ActorCriticChannel(store, lineage=1).send(ActorMessage(Kind.COMMIT, 4))
+    assert ActorCriticChannel(store, lineage=1).recv() == ActorMessage(Kind.COMMIT, 4)
 
 
 def test_a_save_begins_and_has_files_or_an_error() -> None:

@@ -98,7 +98,7 @@ def test_restored_is_what_was_saved(run_dir: Path) -> None:
     random = torch.rand(2)
     engine.weight.fill_(0)
     again, restored = checkpointer(run_dir), FakeEngine()
-    meta = again.restore(restored, run_dir / "checkpoints" / "step_000004", seed=0)  # type: ignore[arg-type]  # a fake
+    meta = again.restore_checkpoint(restored, run_dir / "checkpoints" / "step_000004", seed=0)  # type: ignore[arg-type]  # a fake
     assert (meta.step, meta.lineage, meta.num_ranks, meta.data_hash) == (4, 3, 1, "d")
     assert (restored.weight.tolist(), restored.lr) == ([4.0] * 3, [0.5])
     assert torch.rand(2).equal(random)
@@ -127,7 +127,7 @@ def test_saved_is_the_state_of_its_step_although_training_goes_on(run_dir: Path)
     gate.opened.set()
     saver.wait()
     restored = FakeEngine()
-    checkpointer(run_dir).restore(restored, run_dir / "checkpoints" / "step_000001", seed=0)  # type: ignore[arg-type]
+    checkpointer(run_dir).restore_checkpoint(restored, run_dir / "checkpoints" / "step_000001", seed=0)  # type: ignore[arg-type]
     assert (restored.weight.tolist(), restored.lr) == ([1.0] * 3, [0.5])
 
 
@@ -324,6 +324,6 @@ def test_other_number_of_ranks_begins_new_random_numbers(run_dir: Path) -> None:
     CheckpointMeta(**{**{name: getattr(meta, name) for name in meta.__struct_fields__}, "num_ranks": 2}).write(path)
     drawn = []
     for seed in (0, 0, 1):
-        saver.restore(engine, path, seed=seed)  # type: ignore[arg-type]  # a fake
+        saver.restore_checkpoint(engine, path, seed=seed)  # type: ignore[arg-type]  # a fake
         drawn.append(torch.rand(2).tolist())
     assert drawn[0] == drawn[1] != drawn[2]

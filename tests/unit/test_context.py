@@ -20,10 +20,10 @@ def test_whoever_waits_for_something_else_is_woken_to_stop(phase: str, woken: bo
     context.stopping, context.exiting, context._woken_to_stop = threading.Event(), threading.Event(), []
     wake = threading.Event()
     context.wake_to_stop(wake)
-    context._obey(phase)
+    context._obey_phase(phase)
     assert wake.is_set() == context.stopping.is_set() == woken
     wake.clear()
-    context._obey(phase)  # with the next heartbeat: what was cleared just before it looked is set again
+    context._obey_phase(phase)  # with the next heartbeat: what was cleared just before it looked is set again
     assert wake.is_set() == woken
 
 

@@ -18,7 +18,7 @@ def test_rows_keep_their_numbers_for_a_later_reader(tmp_path: Path) -> None:
     assert [file.put("math", ROWS[:2]), file.put("co-de", ROWS[2:3]), file.put("math", ROWS[3:])] == [2, 1, 4]
     file.end("math")
     for one in (file, FeedFile(path)):
-        assert (one.fed, [one.row(k) for k in range(5)]) == (Fed(5, ended=True), ROWS)
+        assert (one.fed, [one.read_row(k) for k in range(5)]) == (Fed(5, ended=True), ROWS)
         assert [one.last_sequence(name) for name in ("math", "co-de", "none")] == [4, 1, 0]
         one.close()
 
@@ -32,7 +32,7 @@ def test_line_that_a_crash_cut_is_gone_and_its_row_is_not_known(tmp_path: Path) 
     again = FeedFile(path, appends=True)
     assert again.num_known("math", 1, ROWS[:4]) == 2
     again.put("math", ROWS[2:4])
-    assert [again.row(k) for k in range(4)] == ROWS[:4]
+    assert [again.read_row(k) for k in range(4)] == ROWS[:4]
     again.close()
 
 
@@ -66,15 +66,15 @@ def test_put_that_repeats_a_number_with_another_row_is_refused(tmp_path: Path) -
 def test_who_has_a_name_is_kept_beside_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "feed.jsonl"
     file = FeedFile(path, appends=True)
-    file.take("math", "first")
+    file.take_ownership("math", "first")
     file.put("math", ROWS[:2])
-    file.take("math", "second")
+    file.take_ownership("math", "second")
     file.put("math", ROWS[2:3])
     file.end("math")
-    file.take("code", "third")
+    file.take_ownership("code", "third")
     for one in (file, FeedFile(path)):
         assert [one.owner(name) for name in ("math", "code", "none")] == ["second", "third", ""]
-        assert (one.fed, [one.row(k) for k in range(3)]) == (Fed(3, ended=True), ROWS[:3])
+        assert (one.fed, [one.read_row(k) for k in range(3)]) == (Fed(3, ended=True), ROWS[:3])
         one.close()
 
 
@@ -90,7 +90,7 @@ def test_full_disk_refuses_a_put_whole_and_takes_it_once_there_is_room(
         file.put("math", ROWS[1:])
     assert (path.read_bytes(), file.fed, file.last_sequence("math")) == (before, Fed(1, ended=False), 1)
     file.put("math", ROWS[1:])
-    assert [file.row(k) for k in range(5)] == ROWS
+    assert [file.read_row(k) for k in range(5)] == ROWS
     file.close()
 
 

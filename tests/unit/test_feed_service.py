@@ -48,7 +48,7 @@ class Feed:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [self.prompts.rows.row(number) for number in range(self.prompts.rows.fed.num_rows)]
+        return [self.prompts.rows.read_row(number) for number in range(self.prompts.rows.fed.num_rows)]
 
 
 @pytest.fixture(name="tokens", scope="module")
@@ -75,7 +75,7 @@ def test_returning_feeder_is_told_its_last_row_and_the_one_before_it_is_refused(
     with pytest.raises(ConfigError, match="feeder sums: another process has this name now"):
         first.put(ROWS[:1])
     assert feed.rows == [*ROWS[:4], ROWS[4], *ROWS[4:]]
-    prompt = feed.prompts.prompt(2)
+    prompt = feed.prompts.prompt_of_group(2)
     assert (prompt.text, prompt.ground_truth, prompt.epoch, prompt.position) == ("2+1=", "3", 0, 2)
     for one in (first, other, second):
         one.close()
@@ -98,7 +98,7 @@ def test_feeder_that_lost_its_name_is_refused_after_a_restart_too_and_the_one_th
 
 
 def test_put_whose_answer_was_lost_is_sent_again_and_taken_once(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, call, lost = feed.client(), Connection.call, list[Any]()
+    client, call, lost = feed.client(), Connection.call_service, list[Any]()
 
     def call_and_lose_the_first_answer(self: Connection, message: Any, **how: Any) -> Any:
         reply = call(self, message, **how)
@@ -109,7 +109,7 @@ def test_put_whose_answer_was_lost_is_sent_again_and_taken_once(feed: Feed, monk
             raise TransportError("the controller died")
         return reply
 
-    monkeypatch.setattr(Connection, "call", call_and_lose_the_first_answer)
+    monkeypatch.setattr(Connection, "call_service", call_and_lose_the_first_answer)
     assert client.put(ROWS[:5]) == 5
     assert client.put(ROWS[5:]) == 9
     assert feed.rows == ROWS
@@ -117,14 +117,14 @@ def test_put_whose_answer_was_lost_is_sent_again_and_taken_once(feed: Feed, monk
 
 
 def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, call = feed.client(), Connection.call
+    client, call = feed.client(), Connection.call_service
 
     def call_and_lose_the_answer(self: Connection, message: Any, **how: Any) -> Any:
         call(self, message, timeout_s=30.0)
         raise TransportError("the controller died")
 
     with monkeypatch.context() as patch, pytest.raises(TransportError, match="feed sums: no answer within 30 s"):
-        patch.setattr(Connection, "call", call_and_lose_the_answer)
+        patch.setattr(Connection, "call_service", call_and_lose_the_answer)
         patch.setattr("workers.outside.feed_client.time", SimpleNamespace(monotonic=itertools.count(0, 60).__next__))
         client.put(ROWS[:5])
     assert client.last_sequence == 5

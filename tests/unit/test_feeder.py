@@ -44,7 +44,7 @@ class Queue:
         columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def release(self, granted: LeaseGrant, rows: list[int]) -> None:
+    def release_rows(self, granted: LeaseGrant, rows: list[int]) -> None:
         self.released.append(rows)
 
 
@@ -75,33 +75,33 @@ def wait_for(wake: threading.Event) -> None:
 
 def test_it_asks_for_the_free_places_and_counts_what_came() -> None:
     client, feeder, wake = start()
-    feeder.want(3, version=Version(0, 2))
+    feeder.want_rows(3, version=Version(0, 2))
     assert client.asked.get(timeout=DEADLINE_S) == (3, Version(0, 2))
     client.answers.put(granted(5, 6))
     wait_for(wake)
     assert client.asked.empty(), "what room is left is for the instance to say"
-    feeder.want(3, version=Version(0, 2))  # two of them are for what was not taken yet
+    feeder.want_rows(3, version=Version(0, 2))  # two of them are for what was not taken yet
     assert client.asked.get(timeout=DEADLINE_S) == (1, Version(0, 2))
-    (lease,) = feeder.take()
+    (lease,) = feeder.take_leases()
     assert lease.batch.indices == (5, 6)
     client.answers.put(granted(7))
     wait_for(wake)
-    assert len(feeder.take()) == 1
-    feeder.want(0, version=Version(0, 2))
+    assert len(feeder.take_leases()) == 1
+    feeder.want_rows(0, version=Version(0, 2))
     feeder.close()
     assert client.asked.empty()
 
 
 def test_newer_weights_are_asked_for_and_then_prompts_again() -> None:
     client, feeder, wake = start()
-    feeder.want(1, version=Version(0, 2))
+    feeder.want_rows(1, version=Version(0, 2))
     client.asked.get(timeout=DEADLINE_S)
     client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4))
     wait_for(wake)
     assert feeder.needed_version() == Version(0, 4)
-    feeder.want(1, version=Version(0, 3))
+    feeder.want_rows(1, version=Version(0, 3))
     assert feeder.needed_version() == Version(0, 4)
-    feeder.want(1, version=Version(0, 4))
+    feeder.want_rows(1, version=Version(0, 4))
     assert feeder.needed_version() is None
     assert client.asked.get(timeout=DEADLINE_S) == (1, Version(0, 4))
     client.answers.put(no_rows(NoRowsReason.STOP))
@@ -111,45 +111,45 @@ def test_newer_weights_are_asked_for_and_then_prompts_again() -> None:
 
 def test_weights_of_an_earlier_lineage_are_no_good_however_new() -> None:
     client, feeder, wake = start()
-    feeder.want(1, version=Version(0, 9))
+    feeder.want_rows(1, version=Version(0, 9))
     client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4, lineage=1))
     wait_for(wake)
     assert feeder.needed_version() == Version(1, 4)
     client.answers.put(no_rows(NoRowsReason.STOP))
-    feeder.want(1, version=Version(1, 4))
+    feeder.want_rows(1, version=Version(1, 4))
     wait_for(wake)
     assert [client.asked.get(timeout=DEADLINE_S)[1] for _ in range(2)] == [Version(0, 9), Version(1, 4)]
 
 
 def test_lease_whose_unit_is_gone_is_released_and_asked_for_again() -> None:
     client, feeder, wake = start()
-    feeder.want(2, version=Version(0, 0))
+    feeder.want_rows(2, version=Version(0, 0))
     client.unreadable.append(TransportError("storage-0: the peer is gone"))
     client.answers.put(granted(5))
     client.answers.put(granted(6))
     wait_for(wake)
     assert client.released == [[5]]
-    assert [lease.batch.indices for lease in feeder.take()] == [(6,)]
+    assert [lease.batch.indices for lease in feeder.take_leases()] == [(6,)]
 
 
 def test_lease_that_is_void_before_it_was_read_is_passed_over() -> None:
     client, feeder, wake = start()
-    feeder.want(2, version=Version(0, 0))
+    feeder.want_rows(2, version=Version(0, 0))
     client.answers.put(granted_void(client, 5))
     assert [client.asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(2, Version(0, 0))] * 2
     assert client.released == [[5]]
     client.answers.put(granted(5))
     wait_for(wake)
-    assert len(feeder.take()) == 1
+    assert len(feeder.take_leases()) == 1
 
 
 def test_what_goes_wrong_is_raised() -> None:
     client, feeder, wake = start()
-    feeder.want(1, version=Version(0, 0))
+    feeder.want_rows(1, version=Version(0, 0))
     client.answers.put(TransportError("the controller is gone"))
     wait_for(wake)
     with pytest.raises(TransportError, match="the controller is gone"):
-        feeder.want(1, version=Version(0, 0))
+        feeder.want_rows(1, version=Version(0, 0))
 
 
 @pytest.mark.parametrize(

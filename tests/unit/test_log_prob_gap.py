@@ -23,7 +23,7 @@ def batch(versions: list[list[int]], log_probs: list[list[float]]) -> PackedBatc
 
 
 def gap_of(comparison: Comparison) -> LogProbGap:
-    return LogProbGap.of(*numbers([comparison.stats]))
+    return LogProbGap.from_stats(*numbers([comparison.stats]))
 
 
 def ignore_entropy(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.Tensor:
@@ -32,31 +32,31 @@ def ignore_entropy(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.
 
 def test_only_tokens_of_the_weights_that_the_step_found_are_compared() -> None:
     rows = batch([[3, 4], [4, 4]], [[-1.0, -2.0], [-3.0, -4.0]])
-    comparison = Comparison.of(rows, step=5)
+    comparison = Comparison.from_batch(rows, step=5)
     trained = torch.tensor([-9.0, -2.5, -3.0, -4.25], requires_grad=True)
-    total = comparison.before(ignore_entropy)(trained, torch.zeros(4))
+    total = comparison.wrap_loss(ignore_entropy)(trained, torch.zeros(4))
     assert total.item() == trained.sum().item() and total.requires_grad
-    metrics = gap_of(comparison).metrics()
+    metrics = gap_of(comparison).to_metrics()
     assert metrics["rollout_log_prob_diff_mean"] == pytest.approx(0.25)
     assert metrics["rollout_log_prob_diff_max"] == pytest.approx(0.5)
 
 
 def test_tokens_of_older_weights_alone_give_no_figure() -> None:
-    comparison = Comparison.of(batch([[3, 3]], [[-1.0, -2.0]]), step=5)
-    comparison.before(ignore_entropy)(torch.tensor([-1.5, -2.0]), torch.zeros(2))
-    metrics = gap_of(comparison).metrics()
+    comparison = Comparison.from_batch(batch([[3, 3]], [[-1.0, -2.0]]), step=5)
+    comparison.wrap_loss(ignore_entropy)(torch.tensor([-1.5, -2.0]), torch.zeros(2))
+    metrics = gap_of(comparison).to_metrics()
     assert metrics["rollout_log_prob_diff_mean"] is None and metrics["rollout_log_prob_diff_max"] is None
     names = ("rollout_log_prob_diff_mean", "rollout_log_prob_diff_max", "policy_move")
-    assert LogProbGap().metrics() == dict.fromkeys(names)
+    assert LogProbGap().to_metrics() == dict.fromkeys(names)
 
 
 def test_every_age_has_its_mismatch() -> None:
     rows = batch([[4, 2], [2, 2]], [[-1.0, -2.0], [-3.0, -0.5]])
     trained = torch.tensor([-1.25, -1.0, -3.5, -0.5])
-    comparisons = [Comparison.of(rows.select(part), step=5) for part in ([0], [1])]
+    comparisons = [Comparison.from_batch(rows.select(part), step=5) for part in ([0], [1])]
     for comparison, part in zip(comparisons, trained.split(2), strict=True):
-        comparison.before(ignore_entropy)(part, torch.zeros(2))
-    metrics = LogProbGap.merged(gap_of(comparison) for comparison in comparisons).metrics()
+        comparison.wrap_loss(ignore_entropy)(part, torch.zeros(2))
+    metrics = LogProbGap.merge_parts(gap_of(comparison) for comparison in comparisons).to_metrics()
     ratios = [math.exp(1.0), math.exp(-0.5), 1.0]
     assert {name: value for name, value in metrics.items() if name.startswith("mismatch/")} == {
         "mismatch/age_0_mean": pytest.approx(0.25),
@@ -72,7 +72,7 @@ def test_every_age_has_its_mismatch() -> None:
 
 def test_ranks_are_added_up() -> None:
     one, other = ({"0": {"tokens": 2, "total": total, "largest": total / 2}} for total in (0.2, 0.6))
-    whole = LogProbGap.merged([LogProbGap(one), LogProbGap(), LogProbGap(other)])
+    whole = LogProbGap.merge_parts([LogProbGap(one), LogProbGap(), LogProbGap(other)])
     assert whole.mean == pytest.approx(0.2) and whole.ages["0"]["largest"] == 0.3
 
 
@@ -82,7 +82,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def limits(*settings: str, dtype: str = "float32") -> GapLimits:
     types = (f"model.dtype={dtype}", f"actor.autocast={dtype}")
-    found = GapLimits.of(load_config(find_recipe("quickstart"), overrides=(*types, *settings)))
+    found = GapLimits.from_config(load_config(find_recipe("quickstart"), overrides=(*types, *settings)))
     assert found is not None
     return found
 
@@ -90,9 +90,9 @@ def limits(*settings: str, dtype: str = "float32") -> GapLimits:
 def complaint_of(wrong: str, dtype: str, sharp: float = 4.0, age: int = 0, moves: tuple[float | None, ...] = ()) -> str:
     tokens = drawn(wrong, DTYPES[dtype], sharp)
     rows = batch([[4 - age] * SEEN], [tokens.rollout.tolist()])
-    comparison = Comparison.of(rows, step=5)
-    comparison.before(ignore_entropy)(tokens.trained, tokens.entropy)
-    return gap_of(comparison).complaint(limits(dtype=dtype), moves)
+    comparison = Comparison.from_batch(rows, step=5)
+    comparison.wrap_loss(ignore_entropy)(tokens.trained, tokens.entropy)
+    return gap_of(comparison).find_complaint(limits(dtype=dtype), moves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,23 +113,23 @@ def test_engines_that_only_round_differently_are_right_whatever_the_entropy(shar
 def gap_of_first(wrong: str, tokens: int, *, dtype: str = "bfloat16", sharp: float = 4.0, age: int = 0) -> LogProbGap:
     """The gap of the first drawn tokens."""
     whole = drawn(wrong, DTYPES[dtype], sharp)
-    comparison = Comparison.of(batch([[4 - age] * tokens], [whole.rollout[:tokens].tolist()]), step=5)
-    comparison.before(ignore_entropy)(whole.trained[:tokens], whole.entropy[:tokens])
+    comparison = Comparison.from_batch(batch([[4 - age] * tokens], [whole.rollout[:tokens].tolist()]), step=5)
+    comparison.wrap_loss(ignore_entropy)(whole.trained[:tokens], whole.entropy[:tokens])
     return gap_of(comparison)
 
 
 @pytest.mark.parametrize("right", [1, 100, SEEN])
 def test_right_tokens_of_one_age_do_not_hide_wrong_ones_of_another(right: int) -> None:
     newest = gap_of_first(RIGHT, right)
-    newest.add(gap_of_first(COLD, SEEN, age=1))
-    assert "for tokens of weights 1 versions older" in newest.complaint(limits(dtype="bfloat16"), (0.002,))
-    assert newest.complaint(limits(dtype="bfloat16"), ()) == "", "how far the trainer moved is not known"
+    newest.add_gap(gap_of_first(COLD, SEEN, age=1))
+    assert "for tokens of weights 1 versions older" in newest.find_complaint(limits(dtype="bfloat16"), (0.002,))
+    assert newest.find_complaint(limits(dtype="bfloat16"), ()) == "", "how far the trainer moved is not known"
 
 
 @pytest.mark.parametrize("wrong", ENGINES)
 def test_so_few_tokens_that_they_show_nothing_are_not_judged(wrong: str) -> None:
-    assert gap_of_first(wrong, 255).complaint(limits(dtype="bfloat16"), ()) == ""
-    assert gap_of_first(COLD, 256).complaint(limits(dtype="bfloat16"), ()) != ""
+    assert gap_of_first(wrong, 255).find_complaint(limits(dtype="bfloat16"), ()) == ""
+    assert gap_of_first(COLD, 256).find_complaint(limits(dtype="bfloat16"), ()) != ""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,31 +140,31 @@ def test_no_part_of_right_tokens_is_told_of(sharp: float, dtype: str) -> None:
     most, order = limits(dtype=dtype), torch.Generator().manual_seed(1)
     for tokens in [256] * 100 + [1000] * 30:
         some = torch.randperm(SEEN, generator=order)[:tokens]
-        comparison = Comparison.of(batch([[4] * tokens], [whole.rollout[some].tolist()]), step=5)
-        comparison.before(ignore_entropy)(whole.trained[some], whole.entropy[some])
-        assert gap_of(comparison).complaint(most, ()) == ""
+        comparison = Comparison.from_batch(batch([[4] * tokens], [whole.rollout[some].tolist()]), step=5)
+        comparison.wrap_loss(ignore_entropy)(whole.trained[some], whole.entropy[some])
+        assert gap_of(comparison).find_complaint(most, ()) == ""
 
 
 def sums_of(gaps: torch.Tensor) -> LogProbGap:
     """The gap of tokens with these differences, whose entropy is a nat."""
-    comparison = Comparison.of(batch([[4] * len(gaps)], [(gaps - 1).tolist()]), step=5)
-    comparison.before(ignore_entropy)(torch.full((len(gaps),), -1.0), torch.ones(len(gaps)))
+    comparison = Comparison.from_batch(batch([[4] * len(gaps)], [(gaps - 1).tolist()]), step=5)
+    comparison.wrap_loss(ignore_entropy)(torch.full((len(gaps),), -1.0), torch.ones(len(gaps)))
     return gap_of(comparison)
 
 
 def test_a_mean_beyond_the_limit_may_be_the_chance_of_a_few_large_differences() -> None:
     few = torch.zeros(300)
     few[:12] = torch.tensor([4.0, -4.0] * 6)  # a mean of 0.16, where 0.102 is the limit
-    assert sums_of(few).complaint(limits(dtype="bfloat16"), ()) == ""
-    assert "are 0.16 nats from" in sums_of(few.repeat(100)).complaint(limits(dtype="bfloat16"), ())
+    assert sums_of(few).find_complaint(limits(dtype="bfloat16"), ()) == ""
+    assert "are 0.16 nats from" in sums_of(few.repeat(100)).find_complaint(limits(dtype="bfloat16"), ())
 
 
 def test_surprise_of_a_certain_policy_is_of_rare_tokens_and_takes_many() -> None:
     """None of the unlikely tokens is drawn: every token is likelier than the entropy of 0.05 nats says."""
     for tokens, told in ((3000, False), (30_000, True)):
-        comparison = Comparison.of(batch([[4] * tokens], [[-0.01] * tokens]), step=5)
-        comparison.before(ignore_entropy)(torch.full((tokens,), -0.01), torch.full((tokens,), 0.05))
-        found = gap_of(comparison).complaint(limits(), ())
+        comparison = Comparison.from_batch(batch([[4] * tokens], [[-0.01] * tokens]), step=5)
+        comparison.wrap_loss(ignore_entropy)(torch.full((tokens,), -0.01), torch.full((tokens,), 0.05))
+        found = gap_of(comparison).find_complaint(limits(), ())
         assert ("draws from another distribution" in found) == told == bool(found)
 
 
@@ -182,10 +182,10 @@ def test_older_tokens_are_judged_by_the_version_that_drew_them_where_the_trainer
     right, cold = (drawn(wrong, torch.bfloat16) for wrong in (RIGHT, COLD))
     for tokens, told in ((right, False), (cold, True)):
         rows = batch([[3] * SEEN], [tokens.rollout.tolist()])
-        comparison = Comparison.of(rows, step=5, held={3: tokens.trained})
+        comparison = Comparison.from_batch(rows, step=5, held={3: tokens.trained})
         far = tokens.trained - 1.0  # the weights that are trained have moved that far, and nobody measured it
-        comparison.before(ignore_entropy)(far, tokens.entropy)
-        found = gap_of(comparison).complaint(limits(dtype="bfloat16"), ())
+        comparison.wrap_loss(ignore_entropy)(far, tokens.entropy)
+        found = gap_of(comparison).find_complaint(limits(dtype="bfloat16"), ())
         assert ("for tokens of weights 1 versions older" in found) == told == bool(found)
 
 
@@ -216,18 +216,20 @@ def test_a_move_is_measured_on_samples_that_were_trained_before_the_update() -> 
     samples = samples_of(PackedBatch((0, 1, 2), sample_columns(prompts, [torch.full((n,), 7) for n in lengths])))
     engine = Scores()
     probe = MoveProbe(engine)  # type: ignore[arg-type]
-    assert probe.move() == {}, "nothing was trained"
+    assert probe.measure_move() == {}, "nothing was trained"
     probe.keep(samples, torch.full((605,), -0.7))
     probe.keep(samples, torch.full((605,), -9.0))  # of a later micro-batch
-    probe.updated()
+    probe.note_update()
     engine.moved = 0.25
-    assert probe.move() == {"tokens": 600.0, "total": pytest.approx(150.0)}, "as many samples as have 512 tokens"
-    assert probe.move() == {}
-    probe.updated()
-    assert probe.move() == {}, "this rank had no rows, but took part"
+    assert probe.measure_move() == {"tokens": 600.0, "total": pytest.approx(150.0)}, (
+        "as many samples as have 512 tokens"
+    )
+    assert probe.measure_move() == {}
+    probe.note_update()
+    assert probe.measure_move() == {}, "this rank had no rows, but took part"
 
 
 def test_moves_of_ranks_are_added_up() -> None:
-    whole = LogProbGap.merged([LogProbGap(move={"tokens": 2.0, "total": 1.0}), LogProbGap(), LogProbGap(move={})])
-    whole.add(LogProbGap(move={"tokens": 6.0, "total": 1.0}))
+    whole = LogProbGap.merge_parts([LogProbGap(move={"tokens": 2.0, "total": 1.0}), LogProbGap(), LogProbGap(move={})])
+    whole.add_gap(LogProbGap(move={"tokens": 6.0, "total": 1.0}))
     assert whole.mean_move == pytest.approx(0.25)

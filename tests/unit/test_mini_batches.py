@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from tq.columns import PackedBatch
 from workers.rows.micro_batches import MiniBatchAssigner
 from workers.settings.engines import ActorConfig
-from workers.trainer.batching import Round, StepRounds
+from workers.trainer.batching import RankRound, StepRounds
 
 
-def make_rounds(totals: list[int]) -> list[Round]:
-    return [Round(PackedBatch((number,), {}), [range(1)], total) for number, total in enumerate(totals)]
+def make_rounds(totals: list[int]) -> list[RankRound]:
+    return [RankRound(PackedBatch((number,), {}), [range(1)], total) for number, total in enumerate(totals)]
 
 
 def updates(config: ActorConfig, totals: list[int], step: int = 1, *, streams: bool = True) -> list[list[int]]:
     """Return the rounds of each update of a step, in order, as a trainer sees them."""
     rounds = StepRounds(config, step_rows=sum(totals), seed=f"0/{step}", streams=streams)
-    first = [one for one in make_rounds(totals) if rounds.add(one)]
+    first = [one for one in make_rounds(totals) if rounds.add_round(one)]
     rest, *later = rounds.mini_batches(lambda batches: batches)
     made = [[*first, *rest], *later]
     return [[one.batch.indices[0] for one in update] for update in made]
@@ -34,7 +34,7 @@ def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
     assigner = MiniBatchAssigner(num_mini_batches=count, size=size, seed=str(seed))
     rows = [0] * count
     for total in totals:
-        rows[assigner.assign(total)] += total
+        rows[assigner.assign_round(total)] += total
     assert all(rows) and all(abs(mine - size) < max(totals) for mine in rows)
 
 
@@ -54,7 +54,7 @@ def test_one_update_trains_every_round_as_it_comes() -> None:
 def test_the_first_mini_batch_is_trained_as_it_comes_and_the_others_after_the_last_round() -> None:
     config = ActorConfig(num_mini_batches=3)
     rounds = StepRounds(config, step_rows=24, seed="0/1")
-    at_once = [one.batch.indices[0] for one in make_rounds([4] * 6) if rounds.add(one)]
+    at_once = [one.batch.indices[0] for one in make_rounds([4] * 6) if rounds.add_round(one)]
     rest, *others = rounds.mini_batches(lambda batches: batches)
     later = [[one.batch.indices[0] for one in update] for update in others]
     assert not rest

@@ -50,7 +50,7 @@ class Queue:
         self.puts.append((list(rows), columns))
         self.arrived.release()
 
-    def filter(self, granted: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
+    def filter_groups(self, granted: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         assert granted.token == 7
         self.filtered.append(list(rows))
 
@@ -66,7 +66,7 @@ class GatedScorer(Scorer):
         self._function = self._gated
 
     def _gated(self, one: Response) -> Score:
-        if one.prompt == self._decoder.response((self.blocked,)):
+        if one.prompt == self._decoder.decode_response((self.blocked,)):
             assert self.open.wait(DEADLINE_S)
         return exact_reward(one.prompt, one.response, one.ground_truth)
 
@@ -119,7 +119,7 @@ def test_slow_reward_holds_up_neither_generation_nor_other_responses(scorer: Gat
     client = Queue()
     one, outbox = lease(client, 3, 5, 6, 7), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11, 12, 13):
-        outbox.add(one, rolled(one, response(index)))
+        outbox.add_rollout(one, rolled(one, response(index)))
     assert client.arrived.acquire(timeout=DEADLINE_S)
     assert 10 not in client.puts[0][0] and len(client.puts[0][0]) == 2
     scorer.open.set()
@@ -135,7 +135,7 @@ def test_last_responses_are_put_without_a_whole_group(samples: SampleLog) -> Non
     client = Queue()
     one, outbox = lease(client, 5, 6, 7), Outbox(scorer=None, samples=samples, rows_per_put=2)
     for index in (12, 10, 11):
-        outbox.add(one, rolled(one, response(index)))
+        outbox.add_rollout(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     assert [rows for rows, _ in client.puts] == [[12, 10], [11]]
     assert "rewards" not in client.puts[0][1]
@@ -144,7 +144,7 @@ def test_last_responses_are_put_without_a_whole_group(samples: SampleLog) -> Non
 def test_stop_leaves_unscored_responses_behind(scorer: GatedScorer, samples: SampleLog) -> None:
     client, stop = Queue(), threading.Event()
     one, outbox = lease(client, 3, 5), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
-    outbox.add(one, rolled(one, response(10)))
+    outbox.add_rollout(one, rolled(one, response(10)))
     stop.set()
     outbox.close(stop=stop)
     assert client.puts == []
@@ -156,7 +156,7 @@ def test_void_lease_is_dropped_and_other_errors_are_raised(
 ) -> None:
     client = Queue(error)
     one, outbox = lease(client, 5), Outbox(scorer=None, samples=samples, rows_per_put=1)
-    outbox.add(one, rolled(one, response(10)))
+    outbox.add_rollout(one, rolled(one, response(10)))
     if expected is None:
         outbox.close(stop=threading.Event())
     else:
@@ -172,7 +172,7 @@ def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
         Outbox(scorer=None, samples=samples, rows_per_put=1, failed=failed.set),
     )
     outbox.check()
-    outbox.add(one, rolled(one, response(10)))
+    outbox.add_rollout(one, rolled(one, response(10)))
     assert failed.wait(DEADLINE_S)
     with pytest.raises(ValueError, match="broken"):
         outbox.check()
@@ -184,12 +184,12 @@ def test_abandoned_responses_are_dropped_also_those_that_are_scored_later(
     client = Queue()
     old, outbox = lease(client, 3, 5, 6), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11):  # the first waits for its score, so the second waits for company
-        outbox.add(old, rolled(old, response(index)))
-    outbox.abandon()
+        outbox.add_rollout(old, rolled(old, response(index)))
+    outbox.abandon_unsent()
     scorer.open.set()
     new = lease(client, 5, 7)
     for index in (10, 11):
-        outbox.add(new, rolled(new, response(index)))
+        outbox.add_rollout(new, rolled(new, response(index)))
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
 
@@ -224,7 +224,7 @@ class GradedScorer(Scorer):
 
 def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
-    scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
+    scorer.good = frozenset({scorer._decoder.decode_response((4, 1)), scorer._decoder.decode_response((6, 1))})
     one = leased_groups(client, 0, 0, 1, 1, 2, 2, 3)  # of group 3 one response is all that is left
     outbox = Outbox(
         scorer=scorer, samples=samples, rows_per_put=2, group_filter=GroupFilter("zero_variance", group_size=2)
@@ -233,7 +233,9 @@ def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index in (12, 10, 14, 16, 15, 13, 11):
         response = torch.tensor([tokens[index], 1])
-        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
+        outbox.add_rollout(
+            one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+        )
     outbox.close(stop=threading.Event())
     scorer.close()
     assert sorted(sorted(rows) for rows, _ in client.puts) == [[10, 11], [16]]
@@ -272,7 +274,7 @@ def test_a_function_rewards_the_members_of_each_whole_group(
     model_dir: Path, samples: SampleLog, ranks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
-    texts = {token: scorer._decoder.response((token, 1)) for token in range(4, 8)}
+    texts = {token: scorer._decoder.decode_response((token, 1)) for token in range(4, 8)}
     scorer.good, scorer.bad = frozenset({texts[7]}), frozenset({texts[6]})
     one = leased_groups(client, *[0] * 4, *[1] * 4, *[2] * 4, 3, truths="4444666688884")
     told: list[str] = []
@@ -282,7 +284,9 @@ def test_a_function_rewards_the_members_of_each_whole_group(
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index in (12, 10, 13, 11, *range(14, 23)):
         response = torch.tensor([4 + (index - 10) % 4, 1])  # of each group: two at 0, one without a reward, one at 1
-        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
+        outbox.add_rollout(
+            one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+        )
     outbox.close(stop=threading.Event())
     group_reward.close()
     scorer.close()
@@ -302,7 +306,7 @@ def test_a_function_that_says_nan_rewards_nobody(model_dir: Path, samples: Sampl
     group_reward = GroupReward(config, group_size=2, failed=told.append)
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
     for index in (10, 11):
-        outbox.add(one, rolled(one, response(index)))
+        outbox.add_rollout(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     group_reward.close()
     scorer.close()
@@ -316,7 +320,7 @@ def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir:
             self.asked = threading.Event()
             self.scores: Future[Any] = Future()
 
-        def rewarded(self, task: str, rollouts: Any, scores: Any) -> "Future[Any]":
+        def reward_group(self, task: str, rollouts: Any, scores: Any) -> "Future[Any]":
             self.given = scores
             self.asked.set()
             return self.scores
@@ -326,9 +330,9 @@ def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir:
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
     one = leased_groups(client, 0, 0)
     for index in (10, 11):
-        outbox.add(one, rolled(one, response(index)))
+        outbox.add_rollout(one, rolled(one, response(index)))
     assert later.asked.wait(DEADLINE_S)
-    outbox.abandon()
+    outbox.abandon_unsent()
     later.scores.set_result(later.given)
     outbox.close(stop=threading.Event())
     scorer.close()
@@ -339,7 +343,7 @@ def test_responses_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     model_dir: Path, samples: SampleLog
 ) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
-    text = {token: scorer._decoder.response((token, 1)) for token in (4, 5, 6, 7)}
+    text = {token: scorer._decoder.decode_response((token, 1)) for token in (4, 5, 6, 7)}
     scorer.good, scorer.bad = frozenset({text[4]}), frozenset({text[6], text[7]})
     one = leased_groups(client, *[0] * 3, *[1] * 3, *[2] * 3)
     outbox = Outbox(
@@ -348,7 +352,9 @@ def test_responses_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index, token in enumerate((4, 5, 6, 4, 4, 6, 6, 7, 6), start=10):
         response = torch.tensor([token, 1])
-        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
+        outbox.add_rollout(
+            one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+        )
     outbox.close(stop=threading.Event())
     scorer.close()
     assert [sorted(rows) for rows in client.filtered] == [[13, 14, 15]], "both that have a reward have the same one"
@@ -372,9 +378,9 @@ def test_a_group_that_leaves_takes_no_other_groups_rollouts_with_it(scorer: Gate
     }
     one = RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0, 0, 1, 1)))
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2)
-    outbox.add(one, replace(rolled(one, response(10)), leaves=True, failures=3, failure="it broke"))
+    outbox.add_rollout(one, replace(rolled(one, response(10)), leaves=True, failures=3, failure="it broke"))
     for index in (12, 11, 13):
-        outbox.add(one, rolled(one, response(index)))
+        outbox.add_rollout(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     assert sorted(row for put, _ in client.puts for row in put) == [12, 13]
     assert sorted(row for filtered in client.filtered for row in filtered) == [10, 11]

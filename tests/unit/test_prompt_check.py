@@ -118,7 +118,7 @@ def test_template_renders_as_transformers_does(model_dir: Path, place: str, syst
         messages.insert(0, {"role": "system", "content": "ünïcode"})
     expected = load_tokenizer(model_dir).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     with ModelTokenizer(model_dir, chat=True) as template:
-        assert template.render([messages, messages]) == [expected, expected]
+        assert template.render_conversations([messages, messages]) == [expected, expected]
 
 
 def test_model_without_a_template_has_none() -> None:
@@ -126,7 +126,7 @@ def test_model_without_a_template_has_none() -> None:
         ModelTokenizer(QUICKSTART, chat=True) as template,
         pytest.raises(ConfigError, match="has none; set it to false"),
     ):
-        template.render([])
+        template.render_conversations([])
 
 
 def test_template_that_never_ends_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ class HerePool:
     def until_ready(self) -> None:
         """It is."""
 
-    def call(self, *question: Any, on: str) -> Any:
+    def call_and_wait(self, *question: Any, on: str) -> Any:
         return json.loads(json.dumps(self._answer(*question)))
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ def test_tokenizer_that_ends_every_prompt_is_refused(model_dir: Path) -> None:
 
 def test_flags_beside_tokenizer_json_count_for_the_check_as_for_the_run(model_dir: Path) -> None:
     edit_settings(model_dir, add_eos_token=True, add_bos_token=True, bos_token="<pad>")
-    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt(0)
+    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt_of_group(0)
     assert check_prompts(ROWS, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 4
 
 
@@ -275,7 +275,7 @@ def test_tokens_that_transformers_adds_are_checked_as_the_run_makes_them(model_d
     edit_settings(model_dir, bos_token="<call>")  # tokenizer.json has no such one
     edit_config(model_dir, vocab_size=100)
     rows = [PromptRow("<call>1+1=", "2", 1)]
-    made = PromptDataset(rows, data(), model_dir=model_dir, seed=0).prompt(0)
+    made = PromptDataset(rows, data(), model_dir=model_dir, seed=0).prompt_of_group(0)
     assert check_prompts(rows, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 5
 
 
@@ -286,7 +286,7 @@ def test_tokenizer_without_a_tokenizer_json_is_checked_as_the_run_has_it(model_d
     file.unlink()
     (model_dir / "vocab.json").write_text(json.dumps(model["vocab"]))
     (model_dir / "merges.txt").write_text("")
-    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt(0)
+    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt_of_group(0)
     shown = check_prompts(ROWS, data(), model_dir=model_dir)
     assert (shown.num_tokens, shown.text) == (len(made.tokens), made.text) == (4, "0+0=")
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: the prompt has 4 tokens"):
@@ -311,7 +311,7 @@ def test_text_that_ends_itself_is_refused_by_line(model_dir: Path) -> None:
         check_prompts(later, data(), model_dir=model_dir)
     tokens = PromptTokens(data(), model_dir=model_dir, own_rollout=False)
     with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*of the text"):
-        tokens.check_end(rows[-1], tokens.of(rows[-1:])[1][0])
+        tokens.check_end(rows[-1], tokens.tokenize_rows(rows[-1:])[1][0])
 
 
 @pytest.mark.usefixtures("here")
@@ -382,7 +382,7 @@ def test_template_is_told_the_time_of_the_start(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}")
     config = data(chat_template=True, template_time="2001-02-03 04:05", shuffle=False)
     assert check_prompts(ROWS, config, model_dir=model_dir).text == "20010203+0+0="
-    assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt(0).text == "20010203+0+0="
+    assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt_of_group(0).text == "20010203+0+0="
 
 
 def test_template_is_told_the_options_of_the_run_and_only_such_as_it_uses(model_dir: Path) -> None:
@@ -390,7 +390,7 @@ def test_template_is_told_the_options_of_the_run_and_only_such_as_it_uses(model_
     for thinking, text in ((True, "1+0+0="), (False, "2+0+0=")):
         config = data(chat_template=True, chat_template_options={"thinking": thinking}, shuffle=False)
         assert check_prompts(ROWS, config, model_dir=model_dir).text == text
-        assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt(0).text == text
+        assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt_of_group(0).text == text
         renderer = load_renderer(model_dir, None, config.templates)
         assert renderer.render([{"role": "user", "content": "0+0="}], None) == load_tokenizer(model_dir).encode(text)
     wrong = data(chat_template=True, chat_template_options={"enable_thinking": False})

@@ -44,22 +44,22 @@ def test_order_differs_between_seeds_and_epochs_and_is_the_same_for_ever() -> No
 
 
 def test_groups_run_on_into_the_next_epoch() -> None:
-    prompts = [dataset(seed=3).prompt(group) for group in range(12)]
+    prompts = [dataset(seed=3).prompt_of_group(group) for group in range(12)]
     assert [prompt.epoch for prompt in prompts] == [0] * 5 + [1] * 5 + [2] * 2
     for epoch in (0, 1):
         assert Counter(prompt.position for prompt in prompts if prompt.epoch == epoch) == Counter(range(5))
-    again = dataset(seed=3).prompt(7)
+    again = dataset(seed=3).prompt_of_group(7)
     assert (again.position, again.text) == (prompts[7].position, prompts[7].text)
 
 
 def test_without_shuffle_the_order_is_the_file_s() -> None:
-    prompts = [dataset(shuffle=False).prompt(group) for group in range(7)]
+    prompts = [dataset(shuffle=False).prompt_of_group(group) for group in range(7)]
     assert [prompt.position for prompt in prompts] == [0, 1, 2, 3, 4, 0, 1]
     assert [prompt.ground_truth for prompt in prompts] == ["0", "2", "4", "6", "8", "0", "2"]
 
 
 def test_prompt_is_tokenized_with_its_template() -> None:
-    prompt = dataset(shuffle=False, prompt_template="1+{prompt}").prompt(2)
+    prompt = dataset(shuffle=False, prompt_template="1+{prompt}").prompt_of_group(2)
     assert prompt.text == "1+2+2="
     assert prompt.tokens.dtype == torch.int64
     assert load_tokenizer(MODEL_DIR).decode(prompt.tokens.tolist()) == "1+2+2="
@@ -69,7 +69,7 @@ def test_overlong_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixtu
     data = dataset([*ROWS, PromptRow("1+1+1=", "3", 6)], max_prompt_tokens=4, shuffle=False)
     assert (len(data), data.num_skipped) == (5, 1)
     assert "1 of 6 prompts" in caplog.text
-    assert data.prompt(5).epoch == 1
+    assert data.prompt_of_group(5).epoch == 1
 
 
 def test_overlong_prompts_are_rejected_by_line() -> None:
@@ -96,7 +96,7 @@ def test_chat_template_frames_the_prompt(tmp_path: Path) -> None:
     tokenizer.chat_template = framed + "{% if add_generation_prompt %}={% endif %}"
     tokenizer.save_pretrained(tmp_path)
     config = DataConfig(path="r", chat_template=True, system_prompt="7", prompt_template="{prompt}0", shuffle=False)
-    prompt = PromptDataset(ROWS, config, model_dir=tmp_path, seed=0).prompt(1)
+    prompt = PromptDataset(ROWS, config, model_dir=tmp_path, seed=0).prompt_of_group(1)
     assert prompt.text == "6741+1=0="
     assert prompt.tokens.numel() == len(prompt.text)
 
@@ -124,7 +124,7 @@ def test_mixture_has_its_weights_in_every_block_and_visits_each_source_evenly(
     draws: dict[int, list[tuple[int, int]]] = {part: [] for part in range(len(weights))}
     for block in range(2):
         for group in range(block * BLOCK, (block + 1) * BLOCK):
-            draws[int(data.prompt(group).ground_truth)].append(data.place(group))
+            draws[int(data.prompt_of_group(group).ground_truth)].append(data.place(group))
         for part, weight in enumerate(weights):
             assert abs(len(draws[part]) - (block + 1) * BLOCK * weight / sum(weights)) < block + 1
     for part, places in draws.items():
@@ -142,8 +142,8 @@ def test_place_in_a_mixture_is_a_pure_function_of_the_seed() -> None:
 
 def test_mixture_without_shuffle_takes_turns() -> None:
     data = mixed(3, 1, shuffle=False)
-    assert [data.prompt(group).source for group in range(8)] == ["0", "0", "1", "0", "0", "0", "1", "0"]
-    assert [data.prompt(group).text for group in range(8)] == [
+    assert [data.prompt_of_group(group).source for group in range(8)] == ["0", "0", "1", "0", "0", "0", "1", "0"]
+    assert [data.prompt_of_group(group).text for group in range(8)] == [
         "0+0=", "0+1=", "1+0=", "0+0=", "0+1=", "0+0=", "1+1=", "0+1=",
     ]  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_tokenizer_json_is_the_tokenizer_whatever_class_is_named(tmp_path: Path,
         assert tokenizer.decode(raw.encode(text).ids) == text, "spaces included"
     config = DataConfig(path="rows.jsonl")
     rows = [PromptRow("What is  the sum of 12 and 30?", "42", 1)]
-    made = PromptDataset(rows, config, model_dir=model_dir, seed=0).prompt(0)
+    made = PromptDataset(rows, config, model_dir=model_dir, seed=0).prompt_of_group(0)
     assert check_prompts(rows, config, model_dir=model_dir).num_tokens == made.tokens.numel()
     assert [raw.id_to_token(token) for token in made.tokens.tolist()][-3:] == ["3", "0", "?"]
 

@@ -99,7 +99,7 @@ def test_model_is_right_about_one_sum_in_three() -> None:
     config = RunConfig.model_validate(yaml.safe_load((CONFIGS / "quickstart.yaml").read_text()))
     rows = read_prompt_rows(CONFIGS / config.data.path, config.data)
     data = PromptDataset(rows, config.data, model_dir=CONFIGS / config.model.path, seed=config.seed)
-    prompts = [data.prompt(group) for group in range(len(data))]
+    prompts = [data.prompt_of_group(group) for group in range(len(data))]
     torch.manual_seed(0)
     output = model.generate(
         torch.stack([prompt.tokens for prompt in prompts]).repeat(20, 1),

@@ -27,9 +27,9 @@ def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
     records = [StepRecord(3, ledger=[{"group": rank}], sync_bytes=10 + rank, stopped=rank == 1) for rank in range(3)]
     for rank, record in enumerate(records):
         record.totals = StepTotals({"samples": 1.0}, staleness_max=rank)
-    parts = [record.part() for record in records]
+    parts = [record.make_part() for record in records]
     for record in records:
-        record.merge(parts)
+        record.merge_parts(parts)
     assert [record.stopped for record in records] == [True] * 3
     assert [record.sync_bytes for record in records] == [33] * 3
     assert records[2].totals == StepTotals({"samples": 3.0}, staleness_max=2)
@@ -38,15 +38,15 @@ def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
 
 def test_without_a_stop_all_go_on() -> None:
     record = StepRecord(1)
-    record.merge([record.part(), StepRecord(1).part()])
+    record.merge_parts([record.make_part(), StepRecord(1).make_part()])
     assert not record.stopped
 
 
 def test_figures_of_several_updates_are_means_over_them() -> None:
     record = StepRecord(1)
     for loss_sum, scale, norm, lr in ((4.0, 0.5, 1.0, 1e-3), (2.0, 0.25, 3.0, 2e-3)):
-        record.policy.next_update.add(LossCounts(8, 3, 4), loss_sum)
-        record.policy.add(record.policy.next_update, scale=scale, stats=StepStats(norm, lr, clipped=norm > 2))
+        record.policy.next_update.add_micro_batch(LossCounts(8, 3, 4), loss_sum)
+        record.policy.add_update(record.policy.next_update, scale=scale, stats=StepStats(norm, lr, clipped=norm > 2))
     assert record.policy.next_update.counts == LossCounts(0, 0, 0)
     metrics = record.training_metrics()
     assert metrics["num_updates"] == 2 and metrics["grad_clip_fraction"] == 0.5
@@ -58,22 +58,22 @@ def test_figures_of_several_updates_are_means_over_them() -> None:
 def test_an_update_without_a_response_that_counts_is_counted_but_is_no_part_of_the_means() -> None:
     record = StepRecord(1)
     for counts, loss_sum, norm in ((LossCounts(8, 3, 4), 4.0, 1.0), (LossCounts(0, 0, 0), 0.0, 0.0)):
-        record.policy.next_update.add(counts, loss_sum)
-        record.policy.add(record.policy.next_update, scale=0.5, stats=StepStats(norm, 1e-3))
+        record.policy.next_update.add_micro_batch(counts, loss_sum)
+        record.policy.add_update(record.policy.next_update, scale=0.5, stats=StepStats(norm, 1e-3))
     metrics = record.training_metrics()
     assert (metrics["num_updates"], metrics["loss"], metrics["grad_norm"]) == (2, 2.0, 1.0)
 
 
 def test_length_bias_is_the_step_s_mean_against_all_so_far() -> None:
     lengths = LengthMean()
-    assert [lengths.add(10.0, 4), lengths.add(40.0, 4), lengths.add(25.0, 8)] == [0.0, 15.0, 0.0]
+    assert [lengths.add_step(10.0, 4), lengths.add_step(40.0, 4), lengths.add_step(25.0, 8)] == [0.0, 15.0, 0.0]
 
 
 def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert LengthMean.so_far(path) == LengthMean()
     path.write_text("".join(json.dumps({"response_tokens_mean": mean, "samples": 4}) + "\n" for mean in (10.0, 40.0)))
-    assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)
+    assert LengthMean.so_far(path).add_step(55.0, 4) == pytest.approx(20.0)
 
 
 ASYNC = ("schedule.mode=async", "schedule.max_staleness=1")
@@ -91,7 +91,7 @@ def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = p
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
         sealed_store=lambda: SimpleNamespace(check=lambda keys: False),
-        warn=warn,
+        warn_user=warn,
     )
     return StepRecorder(context)
 
@@ -111,17 +111,17 @@ def test_more_than_a_tenth_of_rewards_that_failed_is_told_once(tmp_path: Path) -
 def finished_step(step: int) -> StepRecord:
     record = StepRecord(step, ledger=[{"step": step, "group": step - 1}])
     record.totals = StepTotals(defaultdict(float, samples=2.0))
-    record.policy.next_update.add(LossCounts(8, 2, 2), 1.0)
-    record.policy.add(record.policy.next_update, scale=1.0, stats=StepStats(1.0, 1e-3))
+    record.policy.next_update.add_micro_batch(LossCounts(8, 2, 2), 1.0)
+    record.policy.add_update(record.policy.next_update, scale=1.0, stats=StepStats(1.0, 1e-3))
     return record
 
 
 def test_groups_among_dead_letters_are_named_once_in_the_step_that_is_finished_next(tmp_path: Path) -> None:
     records = recorder(tmp_path)
     refill = Refill(6, 4, 3, RemovalCause("judge", 5))
-    records.refilled([])
+    records.add_refills([])
     records.write(finished_step(1))
-    records.refilled([refill])
+    records.add_refills([refill])
     assert records.num_refills == 1
     records.write(finished_step(2))
     records.write(finished_step(3))
@@ -145,7 +145,7 @@ def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
     records, watch = recorder(tmp_path, warn=told.append), gap_watch()
     for step, total in ((1, 0.3), (2, 390.0), (3, 390.0)):
         record = finished_step(step)
-        record.gap_complaint = watch.judge(gap_of(total))
+        record.gap_complaint = watch.judge_gap(gap_of(total))
         records.write(record)
     records.close()
     assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 0.39 nats from")
@@ -158,7 +158,7 @@ def test_tokens_of_older_weights_are_judged_by_how_far_the_trainer_moved_since(t
         assert not told
         record = finished_step(step)
         record.gap = gap_of(total, age=1, move=move)
-        record.gap_complaint = watch.judge(record.gap)
+        record.gap_complaint = watch.judge_gap(record.gap)
         records.write(record)
     records.close()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -172,8 +172,8 @@ def test_engines_that_disagree_in_two_steps_in_a_row_end_the_run() -> None:
     wrong, right = gap_of(390.0), gap_of(0.3)
     watch = gap_watch()
     for step, gap in enumerate((right, wrong, right, wrong), start=1):
-        watch.check(step, watch.judge(gap))
-    complaint = watch.judge(wrong)
+        watch.check(step, watch.judge_gap(gap))
+    complaint = watch.judge_gap(wrong)
     expected = (
         r"^step 5: the generating engine's .* 0.39 nats .*, as in the step before; .* algorithm.engine_gap: warn$"
     )
@@ -185,7 +185,7 @@ def test_engines_that_disagree_in_two_steps_in_a_row_end_the_run() -> None:
 def test_a_run_with_a_rougher_engine_on_purpose_is_only_warned() -> None:
     watch = gap_watch("algorithm.engine_gap=warn")
     for step in range(1, 5):
-        complaint = watch.judge(gap_of(390.0))
+        complaint = watch.judge_gap(gap_of(390.0))
         assert complaint.startswith("the generating engine's log-probabilities")
         watch.check(step, complaint)
 

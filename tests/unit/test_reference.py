@@ -18,7 +18,7 @@ from weightsync.plan import Need
 from weightsync.version import Version
 from workers.engines.hf.frozen import FrozenModel
 from workers.rows.packed_rows import Sequences
-from workers.tasks.reference import Reference, reference_step
+from workers.tasks.reference import ReferencePolicy, reference_step
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
     said: list[str] = []
     tokens = torch.tensor([5, 6, 7, 8])
-    batch = Sequences.of([tokens[:2]], [tokens[2:]])
-    late = Reference(context)
+    batch = Sequences.from_turns([tokens[:2]], [tokens[2:]])
+    late = ReferencePolicy(context)
     before = late.log_probs(batch, step=4)
     with pytest.raises(WeightSyncError, match="the reference of step 4 is gone"):
         late.log_probs(batch, step=5)
@@ -89,7 +89,7 @@ def test_reference_without_rows_takes_a_later_one_when_its_own_is_gone(
         reporting=lambda _: nullcontext(),
     )  # fmt: skip
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
-    late = Reference(context)
+    late = ReferencePolicy(context)
     assert late.version == 0
     late.take_weights(4)
     assert late.version == 8

@@ -19,7 +19,7 @@ from workers.records.step_totals import UpdateTotals, numbers
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluation_line
 from workers.rollout.rollouts import single_turn
-from workers.trainer.step_trainer import Model
+from workers.trainer.step_trainer import TrainedModel
 
 from .test_records import finished_step, recorder
 
@@ -85,7 +85,7 @@ def test_command_prints_them() -> None:
 def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     records = recorder(tmp_path)
     step = finished_step(1)
-    step.log(Model.CRITIC).add(UpdateTotals(), scale=1.0, stats=StepStats(1.0, 1e-3))
+    step.log_of_model(TrainedModel.CRITIC).add_update(UpdateTotals(), scale=1.0, stats=StepStats(1.0, 1e-3))
     for loss, of in losses():
         step.totals.add_loss(*numbers([loss.stats]), of)
     records.update_made(1, 1, 1)

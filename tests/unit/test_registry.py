@@ -33,29 +33,29 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_built_in_names_and_import_paths_stay_as_they_are() -> None:
-    assert [ENGINES.resolve(name) for name in ("hf", "mine:Engine")] == ["hf", "mine:Engine"]
-    assert [ENGINES.locate(name) for name in ("hf", "mine:Engine")] == ["a.b:Hf", "mine:Engine"]
+    assert [ENGINES.resolve_name(name) for name in ("hf", "mine:Engine")] == ["hf", "mine:Engine"]
+    assert [ENGINES.locate_class(name) for name in ("hf", "mine:Engine")] == ["a.b:Hf", "mine:Engine"]
 
 
 def test_a_name_of_an_installed_package_is_its_import_path(install: Install) -> None:
     install("theirs", rollout_engines="fast = theirs.engine:Fast\nhf = theirs.engine:Hf")
-    assert (ENGINES.resolve("fast"), ENGINES.locate("fast")) == ("theirs.engine:Fast",) * 2
-    assert ENGINES.resolve("hf") == "hf", "a built-in one comes first"
+    assert (ENGINES.resolve_name("fast"), ENGINES.locate_class("fast")) == ("theirs.engine:Fast",) * 2
+    assert ENGINES.resolve_name("hf") == "hf", "a built-in one comes first"
 
 
 def test_an_unknown_name_is_told_which_there_are(install: Install) -> None:
     install("theirs", rollout_engines="fast = theirs.engine:Fast")
     with pytest.raises(ValueError, match=r"^it must be one of hf sim fast or module:Class; did you mean 'fast'\?$"):
-        ENGINES.resolve("fats")
+        ENGINES.resolve_name("fats")
     with pytest.raises(ValueError, match="^it must be module:Class$"):
-        Registry("asyncflow.nothing", {}).resolve("x")
+        Registry("asyncflow.nothing", {}).resolve_name("x")
 
 
 def test_a_name_that_two_packages_have_is_refused(install: Install) -> None:
     install("theirs", rollout_engines="fast = theirs:Fast")
     install("others", rollout_engines="fast = others:Fast")
     with pytest.raises(ValueError, match="name one of others:Fast theirs:Fast"):
-        ENGINES.resolve("fast")
+        ENGINES.resolve_name("fast")
 
 
 def configured(*settings: str) -> RunConfig:

@@ -10,8 +10,8 @@ from asyncflow.repeated import RepeatedWarnings
 def test_a_reason_is_logged_as_its_count_grows_tenfold(caplog: pytest.LogCaptureFixture) -> None:
     warnings = RepeatedWarnings(logging.getLogger("test"))
     for row in range(1234):
-        warnings.warn(f"row {row}: KeyError: 'question {row}'")
-    warnings.warn('row 3: it\'s "another"')
+        warnings.log_warning(f"row {row}: KeyError: 'question {row}'")
+    warnings.log_warning('row 3: it\'s "another"')
     assert caplog.messages == [
         "row 0: KeyError: 'question 0'",
         "row 9: KeyError: 'question 9' (10 such warnings so far)",
@@ -28,7 +28,7 @@ def test_ids_and_what_is_said_beside_it_are_no_part_of_a_reason(caplog: pytest.L
     ids += ["sandbox deadbeefcafe left", "sandbox c0ffeec0ffee left"]
     ids += ["sandbox 3f2b8c1e-5d4a-4c9b-9e1f-aabbccddeeff left", "a refused feedback"]
     for number, text in enumerate(ids):
-        warnings.warn(text, f"; it said {'x' * number}")
+        warnings.log_warning(text, f"; it said {'x' * number}")
     assert caplog.messages == [f"{ids[0]}; it said ", f"{ids[2]}; it said xx", f"{ids[5]}; it said xxxxx"]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
@@ -36,5 +36,5 @@ def test_ids_and_what_is_said_beside_it_are_no_part_of_a_reason(caplog: pytest.L
 def test_reasons_without_an_end_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     warnings = RepeatedWarnings(logging.getLogger("test"))
     for number in range(3000):
-        warnings.warn("x" * number)
+        warnings.log_warning("x" * number)
     assert len(caplog.messages) < 1010

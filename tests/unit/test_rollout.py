@@ -38,10 +38,10 @@ class Feed:
         self.stopped = False
         self.wanted: list[tuple[int, Version]] = []
 
-    def take(self) -> list[RolloutLease]:
+    def take_leases(self) -> list[RolloutLease]:
         return [self.leases.popleft() for _ in range(len(self.leases))]
 
-    def want(self, num_rows: int, *, version: Version) -> None:
+    def want_rows(self, num_rows: int, *, version: Version) -> None:
         self.wanted.append((num_rows, version))
 
     def needed_version(self) -> None:
@@ -71,12 +71,12 @@ class Weights:
 class Put(list[tuple[RolloutLease, Any]]):
     """What came out; stands in for `Outbox`."""
 
-    def add(self, lease: RolloutLease, generation: Any) -> None:
+    def add_rollout(self, lease: RolloutLease, generation: Any) -> None:
         self.append((lease, generation))
 
     def check(self) -> None: ...
 
-    def abandon(self) -> None:
+    def abandon_unsent(self) -> None:
         self.clear()
 
 
@@ -106,8 +106,8 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made._context = SimpleNamespace(
         timeline=NoTimeline(),
         stopping=threading.Event(),
-        report=lambda *_, **__: None,
-        progress=lambda: None,
+        report_state=lambda *_, **__: None,
+        report_progress=lambda: None,
         config=made._config,
     )
     lengths = SimLengths(sim, samples_per_step=8, seed=0)

@@ -183,8 +183,8 @@ def test_reward_parts_of_any_library_become_plain_numbers() -> None:
 def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
     config = load_config(find_recipe("quickstart"), roles="rollout:1,actor:1,reward:0")
     gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
-    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.measure())
-    encoded = msgspec.msgpack.encode(Announcement.of(config, job))
+    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.from_wall_clock())
+    encoded = msgspec.msgpack.encode(Announcement.from_run(config, job))
     told = msgpack_decoder(Announcement).decode(encoded)
     assert told.tasks["rewards"].outputs == ("rewards", "correct")
     assert told.tasks["actor_rollout"].needs_version
@@ -202,8 +202,8 @@ def test_process_outside_says_which_reference_it_holds_where_that_follows_the_po
         overrides=[f"algorithm.ref_update_interval={interval}"],
     )
     gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
-    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.measure())
-    assert Announcement.of(config, job).tasks["ref_log_probs"].needs_version is says
+    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.from_wall_clock())
+    assert Announcement.from_run(config, job).tasks["ref_log_probs"].needs_version is says
 
 
 @pytest.mark.parametrize(
@@ -262,20 +262,20 @@ def test_another_runs_key_is_said_to_be_wrong(server: tuple[SealedStore, int]) -
 def test_numbers_are_in_one_step_and_gone_from_the_next(server: tuple[SealedStore, int]) -> None:
     store, _ = server
     read = OutsideMetrics(store)
-    assert read.new() == {}
+    assert read.read_new() == {}
     report_metrics(store, "judge", {"ms": 3.0}, stamp="1")
     report_metrics(store, "judge", {"ms": 4.0}, stamp="2")
     report_metrics(store, "other", {"n": 1}, stamp="1")
-    assert read.new() == {"outside/judge/ms": 4.0, "outside/other/n": 1}
+    assert read.read_new() == {"outside/judge/ms": 4.0, "outside/other/n": 1}
     report_metrics(store, "judge", {"ms": 4.0}, stamp="3")
-    assert read.new() == {"outside/judge/ms": 4.0}
+    assert read.read_new() == {"outside/judge/ms": 4.0}
     with pytest.raises(ConfigError, match="metrics: None is not a dict"):
         report_metrics(store, "judge", None, stamp="4")  # type: ignore[arg-type]  # a mistake
     with pytest.raises(ConfigError, match="ms: nan is not finite"):
         report_metrics(store, "judge", {"ms": float("nan")}, stamp="4")
     with pytest.raises(ConfigError, match="ms: an integer too large for a float; leave it out"):
         report_metrics(store, "judge", {"ms": 10**5000}, stamp="4")
-    assert read.new() == {}
+    assert read.read_new() == {}
 
 
 @pytest.fixture

@@ -340,7 +340,7 @@ class World:
     def publish(self, version: int) -> None:
         self.version = version
         self.tell(PublishVersion(version))
-        self._admission.published(version)
+        self._admission.note_published(version)
         self._admit()
 
     def first_version(self, task: PlacedTask) -> int:
@@ -366,7 +366,7 @@ class World:
 
     def _admit(self) -> None:
         columns = list(prompt_columns(self.config))
-        for step in self._admission.admissible():
+        for step in self._admission.admit_steps():
             groups = self._admission.groups_of(step)
             rows = [row for group in groups for row in group.rows]
             ids = [group.group for group in groups for _ in group.rows]

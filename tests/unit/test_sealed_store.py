@@ -42,11 +42,11 @@ def test_the_job_reads_what_the_job_wrote(store: SealedStore) -> None:
 
 
 def test_keys_below_a_prefix_are_those_of_the_whole_key(store: SealedStore) -> None:
-    below = store.under("tq").under("0")
+    below = store.with_prefix("tq").with_prefix("0")
     below.set("mark", b"facts")
     assert store.get("tq/0/mark") == b"facts"
     assert below.list_keys() == ["mark"]
-    assert below.look(["mark"]) == {"mark": b"facts"}
+    assert below.get_existing(["mark"]) == {"mark": b"facts"}
 
 
 FORGERIES: dict[str, Callable[[TCPStore], bytes]] = {
@@ -72,7 +72,7 @@ def test_what_a_stranger_writes_is_refused_by_the_name_of_its_key(
     store.list_keys()  # no answer to a `set` is waited for, so what another client does next may be there earlier
     strangers.set("tq/0/mark", forgery(strangers))  # type: ignore[arg-type]  # the stub lacks bytes
     strangers.num_keys()
-    mark = store.under("tq").under("0")
+    mark = store.with_prefix("tq").with_prefix("0")
     for read in (
         lambda: store.get("tq/0/mark"),
         lambda: mark.get("mark"),
@@ -82,7 +82,7 @@ def test_what_a_stranger_writes_is_refused_by_the_name_of_its_key(
             read()
     caplog.set_level(logging.ERROR)
     for _ in range(2):
-        assert store.look(["tq/0/mark", "tq/1/mark", "absent"]) == {"tq/1/mark": b"facts"}
+        assert store.get_existing(["tq/0/mark", "tq/1/mark", "absent"]) == {"tq/1/mark": b"facts"}
     assert caplog.text.count("'tq/0/mark' was not written by this job") == 1
 
 

@@ -41,8 +41,8 @@ def test_controller_whose_thread_dies_after_the_stop_ends_and_names_it(monkeypat
             algorithm=SimpleNamespace(max_filtered=lambda _: 0),
         ),
         start_step=0,
-        credentials=lambda: None,
-        report=lambda _: None,
+        job_credentials=lambda: None,
+        report_state=lambda _: None,
         stopping=threading.Event(),
         exiting=threading.Event(),
     )

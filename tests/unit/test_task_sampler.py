@@ -115,13 +115,13 @@ def opened(
 def test_results_are_told_in_order_up_to_the_step_before_the_weights_that_the_draw_waits_for(tmp_path: Path) -> None:
     noting = Noting()
     tasks = opened(tmp_path, noting)
-    tasks.draw([0, 1], 0)
-    tasks.draw([2, 3], 0)
+    tasks.draw_tasks([0, 1], 0)
+    tasks.draw_tasks([2, 3], 0)
     trained(tmp_path, 1, {0: [1.0, 0.0], 3: [1.0, None]}, filtered=(1,))
     trained(tmp_path, 2, {2: [0.5, 0.5], 4: [0.0, 0.0]})
-    tasks.draw([4, 5], 1)
+    tasks.draw_tasks([4, 5], 1)
     assert noting.heard == [], "step 1's lines may not be there yet when its weights are"
-    tasks.draw([6, 7], 3)
+    tasks.draw_tasks([6, 7], 3)
     assert noting.heard == [(0, [1.0, 0.0]), (1, []), (3, [1.0]), (2, [0.5, 0.5]), (4, [0.0, 0.0])]
     assert [tasks.index_of(group) for group in range(8)] == list(range(8))
     tasks.close()
@@ -134,9 +134,9 @@ def run_steps(run_dir: Path, steps: range, *, start_step: int = 0) -> list[tuple
         SCHEDULE, version=start_step, last_step=steps.stop - 1, trained=range(2 * start_step)
     )  # fmt: skip
     for version in (start_step, *steps):
-        state.published(version)
-        for step in state.admissible():
-            tasks.draw([group.group for group in state.groups_of(step)], state.gate(step))
+        state.note_published(version)
+        for step in state.admit_steps():
+            tasks.draw_tasks([group.group for group in state.groups_of(step)], state.required_version(step))
         if version in steps:
             groups = [group.group for group in state.groups_of(version)] if version > start_step else []
             trained(run_dir, version, {group: [tasks.index_of(group) / 7, 0.0] for group in groups})
@@ -154,12 +154,12 @@ def test_run_that_goes_back_to_a_checkpoint_draws_what_it_would_have_drawn(tmp_p
 
 
 def test_groups_that_were_drawn_keep_their_tasks_when_the_process_starts_again(tmp_path: Path) -> None:
-    opened(tmp_path, Noting()).draw([0, 1], 0)
+    opened(tmp_path, Noting()).draw_tasks([0, 1], 0)
     with (tmp_path / SAMPLER_FILE).open("a") as file:
         file.write('{"step": 1, "told": 0, "ind')
     again = Noting()
     tasks = opened(tmp_path, again)
-    tasks.draw([1, 2], 0)
+    tasks.draw_tasks([1, 2], 0)
     assert [tasks.index_of(group) for group in (0, 1, 2)] == [0, 1, 2] and again.drawn == 3
     assert [draw.indices for draw in read_draws(tmp_path / SAMPLER_FILE)] == [{0: 0, 1: 1}, {2: 2}]
     tasks.close()
@@ -175,7 +175,7 @@ def test_results_that_do_not_come_are_named(tmp_path: Path) -> None:
     clock = iter([0.0, 61.0])
     results = StepResults(tmp_path / LEDGER_FILE, batch=2, timeout_s=60, clock=lambda: next(clock))
     with pytest.raises(DeadlineExceeded, match=r"ledger.jsonl: lacks lines of step 2 after 60 s"):
-        results.of(2)
+        results.results_of_step(2)
 
 
 def test_results_that_wait_in_the_trainers_memory_for_room_on_the_disk_are_waited_for(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_results_that_wait_in_the_trainers_memory_for_room_on_the_disk_are_waite
     times = iter([0.0, 61.0, 61.0, 62.0])
     ledger = tmp_path / LEDGER_FILE
     results = StepResults(ledger, batch=2, timeout_s=60, clock=lambda: next(times), is_full=disk_is_full)
-    assert results.of(1) == [(0, [1.0]), (1, [0.0])]
+    assert results.results_of_step(1) == [(0, [1.0]), (1, [0.0])]
 
 
 def test_draw_waits_for_room_on_the_disk_and_says_that_it_gets_on(
@@ -204,7 +204,7 @@ def test_draw_waits_for_room_on_the_disk_and_says_that_it_gets_on(
 
     tasks = opened(tmp_path, Noting(), progress=lambda: said.append(len(refused)))
     monkeypatch.setattr("asyncflow.json_lines.os.write", full_twice)
-    tasks.draw([0, 1, 2], 0)
+    tasks.draw_tasks([0, 1, 2], 0)
     assert [draw.indices for draw in read_draws(tmp_path / SAMPLER_FILE)] == [{0: 0, 1: 1, 2: 2}]
     assert said.count(0) >= 3 and said[-1] == 2, "before each call, and while it waits"
     tasks.close()

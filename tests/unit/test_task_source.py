@@ -103,7 +103,7 @@ def sums() -> Iterator[TaskSource]:
 
 def test_tasks_are_rows_and_a_function_of_seed_and_index(sums: TaskSource) -> None:
     assert sums.size is None
-    rows = [sums.row(index) for index in (7, 8, 7)]
+    rows = [sums.read_row(index) for index in (7, 8, 7)]
     assert rows[0].fields == rows[2].fields != rows[1].fields
     assert (rows[0].prompt, rows[0].ground_truth, rows[0].line) == (
         rows[0].fields["prompt"], str(rows[0].fields["answer"]), 7
@@ -113,21 +113,28 @@ def test_tasks_are_rows_and_a_function_of_seed_and_index(sums: TaskSource) -> No
 
 def test_a_config_of_a_source_has_its_options() -> None:
     with TaskSource(data("Typed"), seed=3, own_rollout=False) as source:
-        assert all(len(source.row(index).prompt) == 4 and "9" not in source.row(index).prompt for index in range(9))
+        assert all(
+            len(source.read_row(index).prompt) == 4 and "9" not in source.read_row(index).prompt for index in range(9)
+        )
 
 
 def test_groups_of_a_source_without_an_end_have_its_tasks_in_order(sums: TaskSource) -> None:
     tokens = PromptTokens(data("Sums"), model_dir=MODEL_DIR, own_rollout=False)
     prompts = SourcePrompts(sums, tokens, seed=3, shuffle=True)
-    first = prompts.prompt(11)
-    assert (first.epoch, first.position, first.text, first.task) == (0, 11, sums.row(11).prompt, sums.row(11).task)
+    first = prompts.prompt_of_group(11)
+    assert (first.epoch, first.position, first.text, first.task) == (
+        0,
+        11,
+        sums.read_row(11).prompt,
+        sums.read_row(11).task,
+    )
     assert first.tokens.numel() == len(first.text), "the quickstart's tokens are characters"
 
 
 def test_source_with_an_end_is_shuffled_anew_in_every_epoch(tmp_path: Path) -> None:
     prompts = open_prompts(recipe(tmp_path, "data.source=own_tasks:Five", "rollout.function=own:rollout"), tmp_path)
     try:
-        made = [prompts.prompt(group) for group in range(10)]
+        made = [prompts.prompt_of_group(group) for group in range(10)]
     finally:
         prompts.close()
     assert [one.epoch for one in made] == [0] * 5 + [1] * 5
@@ -201,7 +208,7 @@ def test_rows_of_a_rollout_of_ones_own_need_no_prompt(tmp_path: Path) -> None:
     assert (checked.num_prompts, checked.first_prompt.text) == (2, '{"board":[[1,2],[3,null]],"level":2}')
     (rollout,) = (task for task in checked.tasks if task.role == "rollout")
     assert rollout.inputs == ("prompts", "tasks", "ground_truth")
-    made = {one.position: one for one in map(open_prompts(config, tmp_path).prompt, range(2))}
+    made = {one.position: one for one in map(open_prompts(config, tmp_path).prompt_of_group, range(2))}
     assert json.loads(made[0].task) == {"board": [[1, 2], [3, None]], "level": 2}
     assert (made[0].tokens.numel(), made[0].ground_truth) == (1, "")
     assert (made[1].text, made[1].tokens.numel(), made[1].ground_truth) == ("1+1=", 4, '{"x":2}')
@@ -217,7 +224,7 @@ def test_held_out_tasks_have_seeds_that_training_has_not(tmp_path: Path) -> None
 
 def test_failure_in_a_run_is_one_that_ends_it() -> None:
     with TaskSource(data("Broken"), seed=0, own_rollout=True) as source, pytest.raises(UserCodeFailed) as failed:
-        source.row(4)
+        source.read_row(4)
     assert failed.value.final
 
 

@@ -9,7 +9,7 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.timeline import Timeline, measure_span_cost
 
-CLOCK = HostClock.measure()
+CLOCK = HostClock.from_wall_clock()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_span_that_fails_is_recorded(tmp_path: Path) -> None:
 
 
 def test_spans_of_a_host_are_aligned_although_its_wall_clock_was_set_between_two_starts(tmp_path: Path) -> None:
-    launcher = HostClock.measure(wall=lambda: 10_000.0)
+    launcher = HostClock.from_wall_clock(wall=lambda: 10_000.0)
     outer = Timeline(tmp_path / "outer.jsonl", HostClock.of_this_host([launcher], wall=lambda: 10_001.0))
     inner = Timeline(tmp_path / "inner.jsonl", HostClock.of_this_host([launcher], wall=lambda: 10_002.0 + 3600))
     with outer.span("outer"), inner.span("inner"):

@@ -20,7 +20,7 @@ class Engine:
     def weight_needs(self) -> dict[str, Any]:
         return {}
 
-    def follow(self, following: Any) -> None:
+    def follow_weights(self, following: Any) -> None:
         """Not called here."""
 
     def hold(self, version: Any) -> bool:
@@ -63,7 +63,7 @@ def test_ranks_receive_by_themselves_on_both_paths_where_they_can(
             weightsync=weightsync, rollout=SimpleNamespace(engine="vllm"), model=SimpleNamespace(dtype="float32")
         ),
         job=SimpleNamespace(of_role=lambda _: [agent]),
-        credentials=lambda: None,
+        job_credentials=lambda: None,
         name="rollout-0", node="node", run_dir=None, timeline=None, reading_device=None,
     )  # fmt: skip
     engine: Any = Engine(can_follow=can_follow)

@@ -106,7 +106,7 @@ class FileBackend:
             raise TransportError(f"{self.name}: the directory cannot be created ({error})") from error
 
     def store(self, key: str, payload: Tensor) -> None:
-        path = self._path(key)
+        path = self._block_path(key)
         try:
             with path.open("wb") as file:
                 file.write(payload.numpy().data)
@@ -118,7 +118,7 @@ class FileBackend:
     def load(self, key: str, num_bytes: int) -> Tensor:
         payload = torch.empty(num_bytes, dtype=torch.uint8)
         try:
-            with self._path(key).open("rb") as file:
+            with self._block_path(key).open("rb") as file:
                 # Also read past the end: a longer file is not this block.
                 complete = file.readinto(payload.numpy().data) == num_bytes and not file.read(1)
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class FileBackend:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             with contextlib.suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
+                self._block_path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class FileBackend:
                 path.unlink(missing_ok=True)
             self._directory.rmdir()
 
-    def _path(self, key: str) -> Path:
+    def _block_path(self, key: str) -> Path:
         return self._directory / f"{key.replace(':', '-').replace('/', '-')}.block"
 
 
@@ -172,7 +172,7 @@ def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
 
 def backend_class(kind: str) -> Any:
     """Import the class that `tq.backend.kind` names; raises ConfigError if it is not a backend."""
-    module, _, name = BACKENDS.locate(kind).partition(":")
+    module, _, name = BACKENDS.locate_class(kind).partition(":")
     try:
         found = attrgetter(name)(import_module(module))
     except (Exception, SystemExit) as error:  # it may be a user's module
@@ -235,7 +235,7 @@ class MooncakeBackend:
         self._closed = False
         _check_port(self.name, config)
         self._store: Any = MooncakeDistributedStore()
-        self._check(
+        self._check_code(
             self._store.setup(
                 config.local_host,
                 config.metadata,
@@ -258,11 +258,11 @@ class MooncakeBackend:
         with self._lock:
             self._sizes[key] = num_bytes
         try:
-            with self._registered(payload):
+            with self._registered_memory(payload):
                 for part, start in enumerate(starts):
                     size = min(self._part_bytes, num_bytes - start)
                     code = self._store.put_from(f"{key}:{part}", payload.data_ptr() + start, size, self._placement)
-                    self._check(code, f"store of {num_bytes} bytes")
+                    self._check_code(code, f"store of {num_bytes} bytes")
         except TransportError:
             self.delete([key])
             raise
@@ -273,13 +273,13 @@ class MooncakeBackend:
         if known != num_bytes:
             raise missing(self.name, key, num_bytes)
         payload = torch.empty(num_bytes, dtype=torch.uint8)
-        with self._registered(payload):
+        with self._registered_memory(payload):
             for part, start in enumerate(range(0, num_bytes, self._part_bytes)):
                 size = min(self._part_bytes, num_bytes - start)
                 code = self._store.get_into(f"{key}:{part}", payload.data_ptr() + start, size)
                 if code == _NOT_FOUND or 0 <= code != size:
                     raise missing(self.name, key, num_bytes)
-                self._check(code, "load")
+                self._check_code(code, "load")
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -290,18 +290,18 @@ class MooncakeBackend:
             failed = [code for code in self._store.batch_remove(parts, True) if code not in (0, _NOT_FOUND)]
             # What cannot be deleted stays until the next incarnation deletes it.
             if failed:
-                self._check(failed[0], f"delete of {len(failed)} parts")
+                self._check_code(failed[0], f"delete of {len(failed)} parts")
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         # A master that died keeps the client busy for a dozen seconds.
-        closing = threading.Thread(target=self._leave, name="close-mooncake", daemon=True)
+        closing = threading.Thread(target=self._leave_store, name="close-mooncake", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
 
-    def _leave(self) -> None:
+    def _leave_store(self) -> None:
         with self._lock:
             keys = list(self._sizes)
         with contextlib.suppress(TransportError):  # then the next incarnation deletes them
@@ -312,18 +312,18 @@ class MooncakeBackend:
         pattern = "^" + re.sub(r"[^A-Za-z0-9:_-]", ".", self._prefix) + ":"
         code = self._store.remove_by_regex(pattern, True)
         if code != _NOT_FOUND:
-            self._check(code, "deletion of leftovers")
+            self._check_code(code, "deletion of leftovers")
 
     @contextlib.contextmanager
-    def _registered(self, payload: Tensor) -> Iterator[None]:
+    def _registered_memory(self, payload: Tensor) -> Iterator[None]:
         """Let the store's network read or write this memory directly."""
-        self._check(self._store.register_buffer(payload.data_ptr(), payload.numel()), "registration of memory")
+        self._check_code(self._store.register_buffer(payload.data_ptr(), payload.numel()), "registration of memory")
         try:
             yield
         finally:
             self._store.unregister_buffer(payload.data_ptr())
 
-    def _check(self, code: int, what: str) -> None:
+    def _check_code(self, code: int, what: str) -> None:
         if code < 0:
             raise TransportError(f"{self.name}: {what} failed (code {code}); is the master up, and is there room?")
 
@@ -372,18 +372,18 @@ class RedisBackend:
     def store(self, key: str, payload: Tensor) -> None:
         data = payload.numpy().data
         try:
-            with self._named("store"):
+            with self._named_errors("store"):
                 for start in range(0, payload.numel(), _REDIS_PART_BYTES):
                     self._client.hset(key, str(start // _REDIS_PART_BYTES), data[start : start + _REDIS_PART_BYTES])
         except TransportError:
-            self._forget(key)
+            self._forget_block(key)
             raise
 
     def load(self, key: str, num_bytes: int) -> Tensor:
         payload = torch.empty(num_bytes, dtype=torch.uint8)
         out = payload.numpy().data
         for start in range(0, num_bytes, _REDIS_PART_BYTES):
-            with self._named("load"):
+            with self._named_errors("load"):
                 data = self._client.hget(key, str(start // _REDIS_PART_BYTES))
             if data is None or len(data) != min(_REDIS_PART_BYTES, num_bytes - start):
                 raise missing(self.name, key, num_bytes)
@@ -391,7 +391,7 @@ class RedisBackend:
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
-        with self._named("delete"):
+        with self._named_errors("delete"):
             for start in range(0, len(keys), _DELETE_AT_ONCE):
                 self._client.unlink(*keys[start : start + _DELETE_AT_ONCE])
 
@@ -406,17 +406,17 @@ class RedisBackend:
     def _delete_all(self) -> None:
         # Escape what SCAN would take as a wildcard.
         pattern = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in self._prefix) + ":*"
-        with self._named("scan"):
+        with self._named_errors("scan"):
             keys = list(self._client.scan_iter(match=pattern, count=1000))
         if keys:
             self.delete(keys)
 
-    def _forget(self, key: str) -> None:
+    def _forget_block(self, key: str) -> None:
         with contextlib.suppress(TransportError):  # then the next incarnation deletes it
             self.delete([key])
 
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._error as error:

@@ -125,7 +125,7 @@ class Replica:
         An error of `items` is raised on every rank; TransportError: a rank of the replica is gone.
         """
         if items is None:
-            while (item := self._receive()) is not None:
+            while (item := self._receive_item()) is not None:
                 yield item
             return
         more = True
@@ -133,10 +133,10 @@ class Replica:
             try:
                 item = next(items, None)
             except Exception as error:  # the other ranks wait for this: they raise it too
-                self._share(_Envelope(failure=Failure(type(error).__name__, str(error))))
+                self._broadcast_envelope(_Envelope(failure=Failure(type(error).__name__, str(error))))
                 raise
             more = item is not None
-            self._give(item)
+            self._broadcast_item(item)
             if item is not None:
                 yield item
 
@@ -146,14 +146,14 @@ class Replica:
             self._aborted = True
             abort_group(self._group)
 
-    def _give(self, item: Round | NoRows | None) -> None:
+    def _broadcast_item(self, item: Round | NoRows | None) -> None:
         if isinstance(item, tuple):
             headers, payload = describe(item[1].columns, narrow=True)
-            self._share(_Envelope(item[0], columns=headers), payload)
+            self._broadcast_envelope(_Envelope(item[0], columns=headers), payload)
         else:
-            self._share(_Envelope(item))
+            self._broadcast_envelope(_Envelope(item))
 
-    def _share(self, envelope: _Envelope, payload: Payload | None = None) -> None:
+    def _broadcast_envelope(self, envelope: _Envelope, payload: Payload | None = None) -> None:
         payload = payload or Payload([])
         meta = msgspec.msgpack.encode(envelope)
         total = aligned(len(meta)) + payload.num_bytes
@@ -161,29 +161,29 @@ class Replica:
         header[: _SIZES.size] = torch.frombuffer(
             bytearray(_SIZES.pack(len(meta), payload.num_bytes)), dtype=torch.uint8
         )
-        body = header[_SIZES.size :][:total] if _fits(total) else self._room(total)
+        body = header[_SIZES.size :][:total] if _fits(total) else self._get_send_buffer(total)
         body[: len(meta)] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         payload.write(body[aligned(len(meta)) :])
-        self._broadcast(header)
+        self._broadcast_tensor(header)
         if not _fits(total):
-            self._broadcast(body)
+            self._broadcast_tensor(body)
 
-    def _receive(self) -> Round | NoRows | None:
-        header = self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8))
+    def _receive_item(self) -> Round | NoRows | None:
+        header = self._broadcast_tensor(torch.empty(HEADER_BYTES, dtype=torch.uint8))
         meta_bytes, payload_bytes = _SIZES.unpack(header[: _SIZES.size].numpy().tobytes())
         total = aligned(meta_bytes) + payload_bytes
         fits = _fits(total)
-        body = header[_SIZES.size :][:total] if fits else self._broadcast(torch.empty(total, dtype=torch.uint8))
+        body = header[_SIZES.size :][:total] if fits else self._broadcast_tensor(torch.empty(total, dtype=torch.uint8))
         envelope = msgpack_decoder(_Envelope).decode(body[:meta_bytes].numpy().tobytes())
         if envelope.failure is not None:
-            raise self._error(envelope.failure)
+            raise self._rebuild_error(envelope.failure)
         granted = envelope.answer
         if not isinstance(granted, LeaseGrant):
             return granted
         columns = unpack(envelope.columns, body[aligned(meta_bytes) :])
         return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def _broadcast(self, tensor: Tensor) -> Tensor:
+    def _broadcast_tensor(self, tensor: Tensor) -> Tensor:
         if self._aborted:
             raise TransportError(f"{self.name}: closed")
         try:
@@ -196,13 +196,13 @@ class Replica:
                 f"one of them died or left"
             ) from error
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _get_send_buffer(self, num_bytes: int) -> Tensor:
         # Reuse the buffer: faulting in fresh pages would cost as much as the copy.
         if self._outgoing.numel() < num_bytes:
             self._outgoing = torch.empty(num_bytes, dtype=torch.uint8)
         return self._outgoing[:num_bytes]
 
-    def _error(self, failure: Failure) -> AsyncFlowError:
+    def _rebuild_error(self, failure: Failure) -> AsyncFlowError:
         kind = getattr(errors, failure.kind, TransportError)
         text = failure.text if kind.__name__ == failure.kind else f"{failure.kind}: {failure.text}"
         error: AsyncFlowError = kind(f"{text} (at rank 0 of {self.name})")
@@ -311,7 +311,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._tokens: dict[int, int] = {}
         self._held: list[LeaseGrant] = []
         self._owes_put = False
-        self._acks = AckThread(f"ack-{task}", self._ack)
+        self._acks = AckThread(f"ack-{task}", self._ack_lease)
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
@@ -330,7 +330,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             return 0
         if not self._read_to_end:
             raise ConfigError(f"{self._name}: read it to its end before the next one; its other rows would be lost")
-        self._start()
+        self._start_reading()
         self._partition += 1
         self._read_to_end = False
         return self._partition
@@ -346,8 +346,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             TransportError: the queue, or another rank of the replica, is gone.
             ConfigError: this is a worker process of a `torch.utils.data.DataLoader`.
         """
-        for granted, batch in self._rounds():
-            yield self._yielded(granted, batch)
+        for granted, batch in self._iterate_rounds():
+            yield self._note_yielded(granted, batch)
 
     def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[PackedBatch]]:
         """Yield `count` iterations over the current partition: the first one fetches, the others repeat from memory.
@@ -356,12 +356,12 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         stop in the first pass ends all. `seed` must be the same on all ranks of the gang; see `order_of_pass`.
         """
         kept: list[Round] = []
-        yield (self._yielded(*item) for item in self._rounds(kept))
+        yield (self._note_yielded(*item) for item in self._iterate_rounds(kept))
         for number in range(1, count):
             if self.stopped:
                 return
             order = order_of_pass(len(kept), seed=seed, partition=self._partition, number=number)
-            yield (self._yielded(*kept[position]) for position in order)
+            yield (self._note_yielded(*kept[position]) for position in order)
 
     def micro_batches(self, batch: PackedBatch, *, num_rows: int = 0, token_budget: int = 0) -> list[PackedBatch]:
         """Split the last yielded round (`batch`, possibly with more columns) by the tokens of its rows.
@@ -459,16 +459,16 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def _name(self) -> str:
         return f"loader of {self._request.task}, partition {self._partition}"
 
-    def _start(self) -> None:
+    def _start_reading(self) -> None:
         if get_worker_info() is not None:
             raise ConfigError(_WORKERS)
         if self._ahead is None and not self._closing.is_set():
             name = f"prefetch-{self._request.task}"
-            source = self._source(self._partition + 1)
+            source = self._open_source(self._partition + 1)
             self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing)
 
-    def _rounds(self, kept: list[Round] | None = None) -> Iterator[Round]:
-        self._start()
+    def _iterate_rounds(self, kept: list[Round] | None = None) -> Iterator[Round]:
+        self._start_reading()
         if self._read_to_end and not self.next_partition():
             return
         while True:
@@ -488,57 +488,59 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             num_rows = len(self._held[-1].rows)
             raise ConfigError(f"{self._name}: outputs of {num_rows} rows could not be put; put them again")
 
-    def _yielded(self, granted: LeaseGrant, batch: PackedBatch) -> PackedBatch:
+    def _note_yielded(self, granted: LeaseGrant, batch: PackedBatch) -> PackedBatch:
         self.round_rows, self.round_partition = granted.round_rows, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch
 
     def _hand_over(self) -> None:
         self._refuse_owed_put()
-        self._acks.add(self._held)
+        self._acks.add_leases(self._held)
         self._held.clear()
 
-    def _ack(self, granted: LeaseGrant) -> None:
+    def _ack_lease(self, granted: LeaseGrant) -> None:
         if self._client is None:
             return
         if self._replica is not None and not self._replica.acks:
-            self._client.data.forget(granted)  # otherwise a restarted controller would keep the lease for this client
+            self._client.data.forget_lease(
+                granted
+            )  # otherwise a restarted controller would keep the lease for this client
         elif granted.rows:
             self._client.data.ack(granted, granted.rows)
 
     # In the read-ahead thread
 
-    def _source(self, first: int) -> Iterator[Round | NoRows]:
+    def _open_source(self, first: int) -> Iterator[Round | NoRows]:
         items: Iterable[Round | NoRows]
         if self._replica is not None and self._replica.shares:
-            items = self._replica.relay(self._answers(first) if self._client is not None else None)
+            items = self._replica.relay(self._iterate_answers(first) if self._client is not None else None)
         else:
-            items = self._answers(first)
+            items = self._iterate_answers(first)
         for item in items:
             if isinstance(item, tuple) or item.reason is not NoRowsReason.DEADLINE:
                 yield item
 
-    def _answers(self, first: int) -> Iterator[Round | NoRows]:
+    def _iterate_answers(self, first: int) -> Iterator[Round | NoRows]:
         """Yield rounds, ends of partitions, a stop; also passed deadlines, so that a replica notices a dead rank."""
         assert self._client is not None
         partition, round_index = first, 0
         while partition <= self._last and not self._closing.is_set():
-            answer = self._ask(self._client, partition, round_index)
+            answer = self._ask_for_round(self._client, partition, round_index)
             if isinstance(answer, LeaseGrant):
-                batch = self._read(self._client, answer)
+                batch = self._read_rows(self._client, answer)
                 if batch is not None:
                     round_index += 1
                     yield answer, batch
                 continue
             if answer.reason is NoRowsReason.DEADLINE:
-                self._monitor.waited(answer)
+                self._monitor.note_no_rows(answer)
             yield answer
             if answer.reason is NoRowsReason.PARTITION_DONE:
                 partition, round_index = partition + 1, 0
             elif answer.reason is not NoRowsReason.DEADLINE:
                 return
 
-    def _ask(self, client: QueueClient, partition: int, round_index: int) -> LeaseGrant | NoRows:
+    def _ask_for_round(self, client: QueueClient, partition: int, round_index: int) -> LeaseGrant | NoRows:
         request = self._request
         what = f"{request.task}, rank {request.rank}: round {round_index} of partition {partition}"
         timeout_s = self._monitor.ask(what, request.timeout_s)
@@ -550,7 +552,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         finally:
             self._asking = False
 
-    def _read(self, client: QueueClient, granted: LeaseGrant) -> PackedBatch | None:
+    def _read_rows(self, client: QueueClient, granted: LeaseGrant) -> PackedBatch | None:
         """Read a lease's rows; None when their unit is gone: the same round is then requested again."""
         self.requests += len(set(granted.units))
         try:
@@ -558,8 +560,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         except PeerRefused:
             raise
         except TransportError as error:
-            self._monitor.unreadable(error)
+            self._monitor.note_unreadable(error)
             self._closing.wait(_RETRY_S)
             return None
-        self._monitor.served()
+        self._monitor.note_served()
         return batch

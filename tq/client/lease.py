@@ -41,10 +41,10 @@ class LeaseCalls(Protocol):
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Finish rows without outputs."""
 
-    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def release_rows(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows."""
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
+    def filter_groups(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         """Remove groups from the queue."""
 
 
@@ -131,12 +131,12 @@ class Lease:
         packed, number = as_columns(columns)
         if rows and number != len(rows):
             raise ConfigError(f"{self.grant.task}: columns of {number} rows, but {len(rows)} rows are named")
-        return self._finish(rows, lambda: self._calls.put(self.grant, rows, packed))
+        return self._finish_rows(rows, lambda: self._calls.put(self.grant, rows, packed))
 
     def ack(self, rows: Sequence[int] | None = None) -> bool:
         """Like `put`, for a task without outputs. Works for rows lost with their unit, too."""
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
-        return self._finish(rows, lambda: self._calls.ack(self.grant, rows))
+        return self._finish_rows(rows, lambda: self._calls.ack(self.grant, rows))
 
     def release(self, rows: Sequence[int] | None = None) -> None:
         """Return rows (None: all open ones) to other consumers. Idempotent.
@@ -144,7 +144,7 @@ class Lease:
         Raises TransportError when the controller does not answer; it hears of the release when it is back.
         """
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
-        self._finish(rows, lambda: self._calls.release(self.grant, rows))
+        self._finish_rows(rows, lambda: self._calls.release_rows(self.grant, rows))
 
     def filter(self, rows: Sequence[int], *, failures: int = 0) -> None:
         """Remove the groups of these rows from the queue: no task works on them any more.
@@ -154,14 +154,14 @@ class Lease:
         dead letters; 0: they teach nothing.
         """
         rows = check_rows_of(self.grant, rows)
-        self._finish(rows, lambda: self._calls.filter(self.grant, rows, failures=failures))
+        self._finish_rows(rows, lambda: self._calls.filter_groups(self.grant, rows, failures=failures))
 
     def keep(self) -> "Lease":
         """Let the stream's loop move on without releasing these rows; the caller puts or releases them."""
         self.kept = True
         return self
 
-    def _finish(self, rows: Sequence[int], call: Callable[[], None]) -> bool:
+    def _finish_rows(self, rows: Sequence[int], call: Callable[[], None]) -> bool:
         if not rows:
             return True
         mine = True
@@ -188,12 +188,12 @@ def read_or_release(
     except PeerRefused:
         raise
     except TransportError as error:
-        monitor.unreadable(error)
+        monitor.note_unreadable(error)
         with contextlib.suppress(LeaseFenced):
             lease.release()
         closing.wait(_RETRY_S)
         return None
-    monitor.served()
+    monitor.note_served()
     return batch
 
 
@@ -231,7 +231,7 @@ class LeaseStream(Iterable[Lease]):
     def __iter__(self) -> Iterator[Lease]:
         lease: Lease | None = None
         try:
-            for lease in self._leases():
+            for lease in self._iterate_leases():
                 yield lease
                 self._move_on(lease)
                 lease = None
@@ -249,8 +249,8 @@ class LeaseStream(Iterable[Lease]):
             if not self._asking:
                 self._ahead.join(_JOIN_S)
 
-    def _leases(self) -> Iterator[Lease]:
-        source = self._fetched()
+    def _iterate_leases(self) -> Iterator[Lease]:
+        source = self._fetch_leases()
         if not self._prefetch:
             return source
         name = f"prefetch-{self._task}"
@@ -264,20 +264,20 @@ class LeaseStream(Iterable[Lease]):
             logger.warning("%s: %d rows were neither put nor acked, releasing them", self._task, number)
             _release_quietly(lease)
 
-    def _fetched(self) -> Iterator[Lease]:
+    def _fetch_leases(self) -> Iterator[Lease]:
         while not self._closing.is_set():
-            answer = self._ask()
+            answer = self._ask_for_lease()
             if isinstance(answer, Lease):
                 batch = read_or_release(answer, self._columns, monitor=self._monitor, closing=self._closing)
                 if batch is not None:
                     yield answer
             elif answer.reason is NoRowsReason.DEADLINE:
-                self._monitor.waited(answer)
+                self._monitor.note_no_rows(answer)
             else:
                 self.ended_by = answer.reason
                 return
 
-    def _ask(self) -> Lease | NoRows:
+    def _ask_for_lease(self) -> Lease | NoRows:
         self._asking = True
         try:
             return self._fetch(
@@ -292,7 +292,7 @@ class LeaseStream(Iterable[Lease]):
 
 
 class AckThread:
-    """Acknowledges leases in its own thread, oldest first; the next `add` retries those that failed."""
+    """Acknowledges leases in its own thread, oldest first; the next `add_leases` retries those that failed."""
 
     def __init__(self, name: str, ack: Callable[[LeaseGrant], None]) -> None:
         self._name = name
@@ -307,12 +307,12 @@ class AckThread:
     def idle(self) -> bool:
         return not self._waiting
 
-    def add(self, grants: Iterable[LeaseGrant]) -> None:
+    def add_leases(self, grants: Iterable[LeaseGrant]) -> None:
         """Acknowledge these leases, and those that failed before."""
         self._waiting.extend(grants)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        self._before, self._latest = self._latest, self._thread.submit(self._run)
+        self._before, self._latest = self._latest, self._thread.submit(self._ack_waiting)
 
     def wait(self) -> None:
         """Wait until all are acknowledged; raises AsyncFlowError if some are not.
@@ -325,7 +325,7 @@ class AckThread:
         self._raise_void()
 
     def check(self) -> None:
-        """Raise what went wrong before the last `add`; does not wait."""
+        """Raise what went wrong before the last `add_leases`; does not wait."""
         if self._before is not None and self._before.done():
             self._before.result()
         self._raise_void()
@@ -338,7 +338,7 @@ class AckThread:
             if self._latest is not None:
                 wait([self._latest], timeout=_JOIN_S)
 
-    def _run(self) -> None:
+    def _ack_waiting(self) -> None:
         while self._waiting:
             try:
                 self._ack(self._waiting[0])

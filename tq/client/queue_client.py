@@ -122,7 +122,7 @@ def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSessi
         RowsExist: the queue already has such a row.
     """
     for task, columns in read_manifest(directory).outputs.items():
-        session.outputs.note(task, columns)
+        session.outputs.note_outputs(task, columns)
     # New rows that are put later without explicit indices must not take those of the snapshot.
     session.reserve_rows(last_rows(directory))
     num_rows = 0
@@ -230,7 +230,7 @@ class QueueClient:
             PeerRefused: the queue was closed for writing.
             TransportError: no unit took the rows in time, or another put of one of them did not end in time.
         """
-        timeout_s = check_timeout(self._session.seconds(timeout_s))
+        timeout_s = check_timeout(self._session.resolve_timeout(timeout_s))
         packed, number = as_columns(columns)
         partition = check_number("partition", partition)
         group_size = check_number("group_size", group_size)
@@ -240,14 +240,14 @@ class QueueClient:
             if given is not None and len(given) != number:
                 raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
         marks = check_marks(commits or {}, number)
-        headers, payload = self.data.describe(packed)
+        headers, payload = self.data.describe_columns(packed)
         if rows is not None:
             self._session.reserve_rows(rows)
         indices = list(self._session.new_rows(number) if rows is None else rows)
         if groups is None:
             size = max(1, group_size)
             groups = [indices[k - k % size] for k in range(number)]
-        self._session.beats.writes((NEW_ROWS, *packed))
+        self._session.beats.note_columns((NEW_ROWS, *packed))
         message = PutRows(partition, indices, list(groups), headers, group_size, timeout_s, marks)
         self.data.put_rows(message, payload)
         return tuple(indices)
@@ -269,7 +269,7 @@ class QueueClient:
 
         `after` is the `sequence` of the last answer, 0 at first.
         """
-        timeout_s = check_timeout(self._session.seconds(timeout_s))
+        timeout_s = check_timeout(self._session.resolve_timeout(timeout_s))
         message = WatchLost(check_number("after", after), timeout_s)
         reply = self._session.ask(self._session.directory.lead, message, timeout_s)
         return reply if isinstance(reply, LostRows) else None
@@ -338,7 +338,7 @@ class QueueClient:
             timeout_s: None: `request_timeout_s`.
             token_budget, replica, sequence, lineage, tell_held_back: see `FetchRows`.
         """
-        timeout_s = check_timeout(self._session.seconds(timeout_s))
+        timeout_s = check_timeout(self._session.resolve_timeout(timeout_s))
         if not isinstance(replica, str):
             raise ConfigError(f"replica: {replica!r} is not a string")
         message = FetchRows(
@@ -353,14 +353,14 @@ class QueueClient:
             check_number("lineage", lineage),
             tell_held_back,
         )
-        answer = self._fetch(message, timeout_s)
+        answer = self._fetch_grant(message, timeout_s)
         return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer
 
     def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         """Lease this rank's slice of a round; see `FetchRound`. A formed round is granted again on request."""
         request.owner = self.owner
         check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
-        return self._fetch(request, check_timeout(request.timeout_s))
+        return self._fetch_grant(request, check_timeout(request.timeout_s))
 
     # Rows without a lease
 
@@ -372,7 +372,12 @@ class QueueClient:
         """
         partition = None if partition is None else check_number("partition", partition)
         listed = self.data.list_rows(partition=partition)
-        rows = [info for unit, part in listed.items() for record in part.records for info in RowInfo.of(record, unit)]
+        rows = [
+            info
+            for unit, part in listed.items()
+            for record in part.records
+            for info in RowInfo.from_record(record, unit)
+        ]
         return sorted(rows, key=lambda row: row.index)
 
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> PackedBatch:
@@ -459,7 +464,7 @@ class QueueClient:
         """Return unit -> what it holds, for the units that are up."""
         return self._session.tell_units(GetUnitStats(), UnitStats)
 
-    def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> LeaseGrant | NoRows:
+    def _fetch_grant(self, message: FetchRows | FetchRound, timeout_s: float) -> LeaseGrant | NoRows:
         check_task(message.task, self._session.directory.tasks)
         reply = self._session.ask(self._session.directory.controller_of(message.task), message, timeout_s)
         if isinstance(reply, LeaseGrant):
@@ -523,7 +528,7 @@ class AsyncQueueClient:
         try:
             answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(self._return)
+            future.add_done_callback(self._return_fetched)
             raise
         return AsyncLease(self, answer) if isinstance(answer, Lease) else answer
 
@@ -565,7 +570,7 @@ class AsyncQueueClient:
         if self._closed:
             raise TransportError(f"{self._client.owner}: the queue client is closed")
 
-    def _return(self, fetched: "Future[Lease | NoRows]") -> None:
+    def _return_fetched(self, fetched: "Future[Lease | NoRows]") -> None:
         """Give back what a cancelled fetch was granted."""
         # This runs in the fetch's thread or, if the fetch was faster, in the event loop's: it must not block.
         if fetched.cancelled() or fetched.exception() is not None:

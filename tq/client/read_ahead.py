@@ -41,7 +41,7 @@ class ReadAhead(Generic[T]):
         self._items: deque[T] = deque()
         self._failure: Exception | None = None
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._read_source, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -81,10 +81,10 @@ class ReadAhead(Generic[T]):
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _read_source(self) -> None:
         try:
             for item in self._source:
-                if not self._offer(item):
+                if not self._offer_item(item):
                     self._discard(item)
                     return
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: `__next__` raises it
@@ -94,7 +94,7 @@ class ReadAhead(Generic[T]):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _offer(self, item: T) -> bool:
+    def _offer_item(self, item: T) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._depth or self._closing.is_set())
             if self._closing.is_set():

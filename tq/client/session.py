@@ -93,9 +93,9 @@ class QueueSession:
         self._clock = clock
         self.held = HeldLeases()  # what a controller hears when this client joins it
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
-        self._links = ServiceChannels(credentials, name, limits, self._greet)
+        self._links = ServiceChannels(credentials, name, limits, self._greet_controller)
         interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
-        self.beats = Heartbeats(self.owner, interval_s, join=self.controller, rejoin=self._rejoin)
+        self.beats = Heartbeats(self.owner, interval_s, join=self.connect_controller, rejoin=self._rejoin_controller)
         self._rows_lock = threading.Lock()
         self._rows = range(0)
         self._reserved = 0
@@ -107,7 +107,7 @@ class QueueSession:
 
     def declare_outputs(self, columns: Iterable[str]) -> None:
         """See `QueueClient.declare_outputs`."""
-        self.beats.writes(columns)
+        self.beats.note_columns(columns)
         for controller in self.directory.controllers:
             self.beats.watch(controller)
 
@@ -117,36 +117,38 @@ class QueueSession:
 
     def may_answer(self, unit: str) -> bool:
         """Whether a unit is up or may come back with its rows, by the lead controller's last answer."""
-        return unit in self.units() or unit in self.beats.away(self.directory.lead)
+        return unit in self.units() or unit in self.beats.list_away_units(self.directory.lead)
 
-    def deadline(self, timeout_s: float | None = None) -> "Deadline":
+    def start_deadline(self, timeout_s: float | None = None) -> "Deadline":
         """Start the deadline of a call; None: `request_timeout_s`."""
-        return Deadline(self.seconds(timeout_s), self._clock)
+        return Deadline(self.resolve_timeout(timeout_s), self._clock)
 
-    def seconds(self, timeout_s: float | None) -> float:
+    def resolve_timeout(self, timeout_s: float | None) -> float:
         """Return `timeout_s`, or `request_timeout_s` for None."""
         return self._config.request_timeout_s if timeout_s is None else timeout_s
 
-    def unit(self, name: str, timeout_s: float | None = None) -> Connection:
+    def connect_unit(self, name: str, timeout_s: float | None = None) -> Connection:
         """Return the channel to a unit; raises TransportError when the unit is gone."""
         return self._links.get(name, UNIT_REPLIES, timeout_s=timeout_s)
 
-    def controller(self, name: str, timeout_s: float | None = None) -> Connection:
+    def connect_controller(self, name: str, timeout_s: float | None = None) -> Connection:
         """Return the joined channel to a controller; raises TransportError when the controller is gone."""
         return self._links.get(name, CONTROLLER_REPLIES, timeout_s=timeout_s)
 
-    def call(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
+    def call_controller(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Ask a controller once; the request may park for `timeout_s`. Raises TransportError without an answer."""
-        wait_s = self.seconds(timeout_s) + _GRACE_S
-        return self.controller(controller, wait_s).call(message, timeout_s=wait_s)[0]
+        wait_s = self.resolve_timeout(timeout_s) + _GRACE_S
+        return self.connect_controller(controller, wait_s).call_service(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Like `call`, but waits for a controller that is gone to come back."""
-        return self.retry_until(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
+        return self.retry_until(
+            lambda: self.call_controller(controller, message, timeout_s), self.start_deadline(timeout_s)
+        )
 
-    def post(self, controller: str, message: Message) -> None:
+    def post_message(self, controller: str, message: Message) -> None:
         """Send a message over an open channel without waiting for the answer; without a channel, drop it."""
-        connection = self._links.opened(controller)
+        connection = self._links.find_open(controller)
         if connection is not None:
             # Lost only if the controller or the channel goes, and then this client joins anew.
             with contextlib.suppress(TransportError):
@@ -164,20 +166,20 @@ class QueueSession:
         `every`: first wait until no unit that may come back with its rows (killed, restarting) is away. Raises
         TransportError when a unit does not answer, or is still away, after `timeout_s`.
         """
-        deadline = self.deadline(timeout_s)
+        deadline = self.start_deadline(timeout_s)
         self.retry_until(partial(self._find_units, every=every), deadline)
-        futures = {unit: self.unit(unit, deadline.left_s).submit(message) for unit in sorted(self.units())}
+        futures = {unit: self.connect_unit(unit, deadline.left_s).submit(message) for unit in sorted(self.units())}
         return {
             unit: expect(self.answer(future, unit, message, deadline.left_s), answer)
             for unit, future in futures.items()
         }
 
     def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
-        return self.reply(future, service, message, timeout_s)[0]
+        return self.wait_for_reply(future, service, message, timeout_s)[0]
 
-    def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
+    def wait_for_reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
         """Wait for the reply to a submitted message, with its payload; raises TransportError if none comes in time."""
-        deadline = self._clock() + self.seconds(timeout_s)
+        deadline = self._clock() + self.resolve_timeout(timeout_s)
         absence = Absence(self._clock)
         while (left_s := deadline - self._clock()) > _LOOK_S:
             with contextlib.suppress(FutureTimeout):
@@ -186,14 +188,14 @@ class QueueSession:
             if service in self.directory.controllers:
                 continue
             # A unit that is away may be a stopped process: fail early, so that another unit can take the rows.
-            if absence.lasts(away=self._is_away(service)) > self._config.unit_timeout_s:
+            if absence.note_answer(away=self._is_away(service)) > self._config.unit_timeout_s:
                 raise TransportError(f"{service} does not answer {type(message).__name__}, and counts as away")
         return await_reply(future, service, type(message).__name__, max(0.0, left_s))
 
     def _is_away(self, unit: str) -> bool:
         lead = self.directory.lead
         with contextlib.suppress(TransportError):
-            self.beats.beat(lead, timeout_s=_LOOK_S)
+            self.beats.send_beat(lead, timeout_s=_LOOK_S)
             return unit not in self.beats.units(lead)
         return False
 
@@ -244,23 +246,23 @@ class QueueSession:
 
     def _find_units(self, *, every: bool) -> None:
         lead = self.directory.lead
-        self.beats.beat(lead)
-        away = self.beats.away(lead)
+        self.beats.send_beat(lead)
+        away = self.beats.list_away_units(lead)
         if every and away:
             raise TransportError(
                 f"storage units are away: {' '.join(away)}; this needs the rows of all units, so ask again when they "
                 f"are back, or are given up (unit_grace_s)"
             )
 
-    def _greet(self, service: str, connection: Connection) -> None:
+    def _greet_controller(self, service: str, connection: Connection) -> None:
         if service in self.directory.controllers:
-            self._join(service, connection)
+            self._join_controller(service, connection)
             self.beats.watch(service)
 
-    def _rejoin(self, service: str) -> None:
-        self._join(service, self.controller(service))
+    def _rejoin_controller(self, service: str) -> None:
+        self._join_controller(service, self.connect_controller(service))
 
-    def _join(self, service: str, connection: Connection) -> None:
+    def _join_controller(self, service: str, connection: Connection) -> None:
         tasks = self.directory.served_by(service)
         message = Join(self.owner, self.held.of_tasks(tasks))
         joined = expect(self.answer(connection.submit(message), service, message), Joined)
@@ -324,7 +326,7 @@ class HeldLeases:
                 for token in tokens:
                     self._held.pop((task, token), None)
 
-    def forget(self, grant: LeaseGrant) -> None:
+    def forget_lease(self, grant: LeaseGrant) -> None:
         with self._lock:
             self._held.pop((grant.task, grant.token), None)
 
@@ -352,7 +354,7 @@ class Absence:
         self._clock = clock
         self._since: float | None = None
 
-    def lasts(self, *, away: bool) -> float:
+    def note_answer(self, *, away: bool) -> float:
         """Take in an answer; returns how long (s) all answers have been "away"."""
         if not away:
             self._since = None
@@ -380,7 +382,7 @@ class DataPlane:
 
     # New rows
 
-    def describe(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
+    def describe_columns(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
         """Return columns in the form that a put carries; raises ConfigError if they are too large for one put."""
         headers, payload = describe(columns, narrow=True)
         most = self._max_message_bytes
@@ -401,9 +403,9 @@ class DataPlane:
 
         def attempt() -> None:
             if not session.units():
-                session.beats.beat(session.directory.lead)
+                session.beats.send_beat(session.directory.lead)
             units = session.units()
-            unit = loads.emptiest({name: units[name] for name in ask_again & units.keys()} or units, unsure)
+            unit = loads.choose_emptiest({name: units[name] for name in ask_again & units.keys()} or units, unsure)
             ask_again.clear()
             try:
                 loads.put(unit, self._put_rows(unit, message, payload))
@@ -422,7 +424,7 @@ class DataPlane:
                 unsure.add(unit)
                 raise
 
-        session.retry_until(attempt, session.deadline(message.timeout_s))
+        session.retry_until(attempt, session.start_deadline(message.timeout_s))
 
     # Rows of a lease
 
@@ -434,7 +436,7 @@ class DataPlane:
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
-        return self._read(grant.rows, grant.groups, grant.units, names)
+        return self._read_columns(grant.rows, grant.groups, grant.units, names)
 
     def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         """Write all output columns of some rows of a lease, after which the task is done with them. Repeatable.
@@ -443,9 +445,9 @@ class DataPlane:
             LeaseFenced: the lease is void, or the rows were lost; drop the work.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
-        self._session.beats.writes(columns)
-        deadline = self._session.deadline()
-        self._finish(grant, rows, lambda: self._put(grant, rows, columns, deadline), deadline)
+        self._session.beats.note_columns(columns)
+        deadline = self._session.start_deadline()
+        self._finish_rows(grant, rows, lambda: self._put_outputs(grant, rows, columns, deadline), deadline)
 
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Finish rows of a lease without outputs, even rows lost with their unit; acknowledging again is safe.
@@ -454,13 +456,15 @@ class DataPlane:
             LeaseFenced: the lease is void.
             TransportError: neither unit nor controller answered within `request_timeout_s`.
         """
-        deadline = self._session.deadline()
+        deadline = self._session.start_deadline()
         for unit, positions in _by_unit(_units_of(grant, rows)).items():
             part = [rows[i] for i in positions]
-            self._finish(grant, rows, partial(self._ack, grant, unit, part, deadline), deadline, done=False)
+            self._finish_rows(
+                grant, rows, partial(self._ack_at_unit, grant, unit, part, deadline), deadline, done=False
+            )
         self._session.held.done(grant, rows)
 
-    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def release_rows(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows of a lease to the queue; a controller that is away hears of it when it is back.
 
         Raises TransportError when there is no answer: a trainer's lease (`keeps_leases`) must then be released again.
@@ -468,7 +472,7 @@ class DataPlane:
         self._session.held.done(grant, rows)
         self._ask_controller(grant, Release(grant.task, grant.token, list(rows)))
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
+    def filter_groups(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         """Remove the groups of these rows from the queue; a void lease changes nothing.
 
         `failures`: how often the consumer failed on the rows, which makes the groups dead letters; 0: only filtered
@@ -479,9 +483,9 @@ class DataPlane:
         )
         self._session.held.done(grant, rows)
 
-    def forget(self, grant: LeaseGrant) -> None:
+    def forget_lease(self, grant: LeaseGrant) -> None:
         """Leave this lease to another reader of it (a rank of the same replica), which answers for it from now on."""
-        self._session.held.forget(grant)
+        self._session.held.forget_lease(grant)
 
     # Rows by their index
 
@@ -505,7 +509,7 @@ class DataPlane:
         missing = [row for row in rows if row not in home]
         if missing:
             raise PeerRefused(f"rows {missing[:8]} are not in the queue; finished rows are freed")
-        return self._read(rows, [home[row][0] for row in rows], [home[row][1] for row in rows], names)
+        return self._read_columns(rows, [home[row][0] for row in rows], [home[row][1] for row in rows], names)
 
     def clear_rows(self, rows: Sequence[int]) -> list[int]:
         """Remove rows; returns those that existed, ascending."""
@@ -513,22 +517,22 @@ class DataPlane:
         return sorted(row for listed in cleared.values() for record in listed.records for row in record.rows)
 
     def _put_rows(self, unit: str, message: PutRows, payload: Payload) -> int:
-        future = self._session.unit(unit).submit(message, payload)
+        future = self._session.connect_unit(unit).submit(message, payload)
         stored = self._session.answer(future, unit, message, message.timeout_s + PUT_GRACE_S)
         return expect(stored, Stored).num_bytes
 
-    def _read(
+    def _read_columns(
         self, rows: Sequence[int], groups: Sequence[int], units: Sequence[str], names: Sequence[str]
     ) -> PackedBatch:
-        deadline = self._session.deadline()
+        deadline = self._session.start_deadline()
         by_unit = _by_unit(units)
         asked = []
         for unit, positions in by_unit.items():
             message = GetColumns(list(rows) if len(by_unit) == 1 else [rows[i] for i in positions], list(names))
-            asked.append((unit, message, self._session.unit(unit, deadline.left_s).submit(message)))
+            asked.append((unit, message, self._session.connect_unit(unit, deadline.left_s).submit(message)))
         parts = []
         for unit, message, future in asked:
-            reply, payload = self._session.reply(future, unit, message, deadline.left_s)
+            reply, payload = self._session.wait_for_reply(future, unit, message, deadline.left_s)
             columns = unpack(expect(reply, Columns).columns, payload)
             of_groups = tuple(groups[i] for i in by_unit[unit])
             parts.append(PackedBatch(tuple(message.rows), columns, of_groups))
@@ -538,7 +542,7 @@ class DataPlane:
         place = {row: i for i, row in enumerate(joined.indices)}
         return joined.select([place[row] for row in rows])
 
-    def _finish(
+    def _finish_rows(
         self,
         grant: LeaseGrant,
         rows: Sequence[int],
@@ -555,28 +559,30 @@ class DataPlane:
             # Return the other rows. A recovering controller rebuilds the leases it heard of when this client joined, so
             # it may still count the rows as this client's, and would never hand them out.
             service = self._session.directory.controller_of(grant.task)
-            self._session.post(service, Release(grant.task, grant.token, list(rows), fenced=True))
+            self._session.post_message(service, Release(grant.task, grant.token, list(rows), fenced=True))
             raise
         if done:
             self._session.held.done(grant, rows)
 
-    def _put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column], deadline: Deadline) -> None:
+    def _put_outputs(
+        self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column], deadline: Deadline
+    ) -> None:
         by_unit = _by_unit(_units_of(grant, rows))
         sent = []
         for unit, positions in by_unit.items():
             whole = len(by_unit) == 1
             part = {name: column if whole else column.select(positions) for name, column in columns.items()}
-            headers, payload = self.describe(part)
+            headers, payload = self.describe_columns(part)
             message = PutOutputs(grant.task, grant.token, [rows[i] for i in positions], headers)
-            sent.append((unit, message, self._session.unit(unit, deadline.left_s).submit(message, payload)))
+            sent.append((unit, message, self._session.connect_unit(unit, deadline.left_s).submit(message, payload)))
         for unit, message, future in sent:
             self._session.answer(future, unit, message, deadline.left_s)
 
-    def _ack(self, grant: LeaseGrant, unit: str, rows: list[int], deadline: Deadline) -> None:
+    def _ack_at_unit(self, grant: LeaseGrant, unit: str, rows: list[int], deadline: Deadline) -> None:
         """Ack at the unit or, when the unit is gone or restarted empty, at the controller."""
         message = PutOutputs(grant.task, grant.token, rows, [])
         try:
-            future = self._session.unit(unit, deadline.left_s).submit(message)
+            future = self._session.connect_unit(unit, deadline.left_s).submit(message)
             self._session.answer(future, unit, message, deadline.left_s)
         except PeerRefused:
             raise
@@ -599,7 +605,7 @@ class DataPlane:
         # these rows again.
         first = directory.controller_of(lost.task)
         for service in sorted(directory.controllers, key=lambda name: name != first):
-            future = self._session.controller(service, deadline.left_s).submit(lost)
+            future = self._session.connect_controller(service, deadline.left_s).submit(lost)
             self._session.answer(future, service, lost, deadline.left_s)
 
     def _ask_controller(self, grant: LeaseGrant, message: Release) -> Any:
@@ -619,7 +625,7 @@ class UnitLoads:
         self._seen[unit] = num_bytes
         self._puts[unit] = self._puts.get(unit, 0) + 1
 
-    def emptiest(self, units: Mapping[str, int], passed_over: Collection[str]) -> str:
+    def choose_emptiest(self, units: Mapping[str, int], passed_over: Collection[str]) -> str:
         """Choose among `units` (unit -> bytes), preferably not `passed_over`; raises TransportError if none is up."""
         if not units:
             raise TransportError("no storage unit is up")
@@ -659,7 +665,7 @@ LOST_ROWS_S = 60.0
 
 
 class StallMonitor:
-    """The waiting of one consumer: `ask`, then `served`, `waited` or `unreadable`, again and again.
+    """The waiting of one consumer: `ask`, then `note_served`, `note_no_rows` or `note_unreadable`, again and again.
 
     Args:
         producers_timeout_s: fail when there has been no producer for this long without a break (s); 0: wait forever.
@@ -692,10 +698,10 @@ class StallMonitor:
             self._asked_at = self._said_at = self._clock()
         return min(timeout_s, SAY_EVERY_S, self._producers_timeout_s or SAY_EVERY_S)
 
-    def served(self) -> None:
+    def note_served(self) -> None:
         self._asked_at = self._alone_since = self._unreadable_since = None
 
-    def waited(self, answer: NoRows) -> None:
+    def note_no_rows(self, answer: NoRows) -> None:
         """A request's deadline passed. Raises ProducersGone after `producers_timeout_s` without a producer."""
         now = self._clock()
         if answer.producers_alive:
@@ -710,9 +716,11 @@ class StallMonitor:
                 f"or said that it will; read in the logs why the producers ended or did not start, or raise "
                 f"{self._setting} if they only start slowly"
             )
-        self._say(now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else ""))
+        self._log_stall(
+            now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else "")
+        )
 
-    def unreadable(self, error: TransportError) -> None:
+    def note_unreadable(self, error: TransportError) -> None:
         """The unit of leased rows is gone; they come back when put again. Raises `error` if this lasts too long."""
         now = self._clock()
         if self._unreadable_since is None:
@@ -721,7 +729,7 @@ class StallMonitor:
         if now - self._unreadable_since >= (self._producers_timeout_s or LOST_ROWS_S):
             raise error
 
-    def _say(self, now: float, text: str) -> None:
+    def _log_stall(self, now: float, text: str) -> None:
         if self._asked_at is not None and now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             logger.log(self._level, "%s: %s, for %.0f s so far", self._what, text, now - self._asked_at)

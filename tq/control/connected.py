@@ -17,7 +17,7 @@ class _Owner:
     joined: bool = True
 
 
-class Sessions:
+class OpenSessions:
     """Owners and units of open channels. The caller holds the lock and passes the clock (s, monotonic)."""
 
     def __init__(self, lease_timeout_s: float, unit_timeout_s: float) -> None:
@@ -33,23 +33,23 @@ class Sessions:
         """Consumers that joined and were neither closed nor given up."""
         return list(self._owners)
 
-    def joined(self, session: int, owner: str, now: float) -> None:
+    def add_owner(self, session: int, owner: str, now: float) -> None:
         """A consumer joins, on a new channel or, after it was given up, again on the same one."""
         self._owners[owner] = _Owner(session)
         self._owner_beats.hear(owner, now)
 
-    def asked(self, session: int, owner: str, now: float) -> None:
-        """A consumer may get rows: watch its channel again if it was given up, but it must join to be `heard`."""
+    def watch_owner(self, session: int, owner: str, now: float) -> None:
+        """A consumer may get rows: watch its channel again if it was given up. Its heartbeats count once it joins."""
         if owner not in self._owners:
             self._owners[owner] = _Owner(session, joined=False)
             self._owner_beats.hear(owner, now)
 
-    def elsewhere(self, session: int, owner: str) -> bool:
+    def is_elsewhere(self, session: int, owner: str) -> bool:
         """Whether a consumer's known channel is another one than this, whose end was not noticed yet."""
         known = self._owners.get(owner)
         return known is not None and known.session != session
 
-    def heard(self, owner: str, now: float) -> bool:
+    def note_heartbeat(self, owner: str, now: float) -> bool:
         """Note a heartbeat; False when the owner is not known (any more), and must join."""
         known = self._owners.get(owner)
         if known is None:
@@ -57,7 +57,7 @@ class Sessions:
         self._owner_beats.hear(owner, now)
         return known.joined
 
-    def registered(self, session: int, unit: str, now: float) -> None:
+    def add_unit(self, session: int, unit: str, now: float) -> None:
         self._units[unit] = session
         self._unit_beats.hear(unit, now)
 
@@ -75,20 +75,20 @@ class Sessions:
         """Return, and forget, the owners that were silent for `lease_timeout_s` while this process ran."""
         silences = self._owner_beats.silences(now)
         owners = [owner for owner, silent_s in silences.items() if silent_s > self._lease_timeout_s]
-        self.gone(owners)
+        self.remove_owners(owners)
         return owners
 
-    def ended(self, session: int) -> tuple[list[str], list[str]]:
+    def end_session(self, session: int) -> tuple[list[str], list[str]]:
         """A channel ended; returns (owners, units) that were reached over it and no other."""
         owners = [name for name, owner in self._owners.items() if owner.session == session]
         units = [name for name, its_session in self._units.items() if its_session == session]
-        self.gone(owners)
+        self.remove_owners(owners)
         for unit in units:
             del self._units[unit]
             self._unit_beats.forget(unit)
         return owners, units
 
-    def gone(self, owners: Iterable[str]) -> None:
+    def remove_owners(self, owners: Iterable[str]) -> None:
         """Forget consumers that are known to be gone; unknown ones are skipped."""
         for owner in owners:
             self._owners.pop(owner, None)
@@ -98,7 +98,7 @@ class Sessions:
 class UnitGraces:
     """Units whose channel ended, until they are back or their time is up. The caller holds the lock.
 
-    `expired` is called without the lock, with the arguments of `over`.
+    `expired` is called without the lock, with the arguments of `is_grace_over`.
     """
 
     def __init__(self, timers: Timers, grace_s: float, expired: Callable[[str, int], None]) -> None:
@@ -115,7 +115,7 @@ class UnitGraces:
         self._breaks += 1
         self._running[unit] = (
             self._breaks,
-            self._timers.after(self._grace_s, partial(self._expired, unit, self._breaks)),
+            self._timers.call_later(self._grace_s, partial(self._expired, unit, self._breaks)),
         )
 
     def end(self, unit: str) -> None:
@@ -124,7 +124,7 @@ class UnitGraces:
         if timer is not None:
             timer.cancel()
 
-    def over(self, unit: str, number: int) -> bool:
+    def is_grace_over(self, unit: str, number: int) -> bool:
         """Whether this break has lasted too long: False if the unit came back just now."""
         if self._running.get(unit, (0, None))[0] != number:
             return False

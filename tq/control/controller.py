@@ -24,9 +24,9 @@ from asyncflow.errors import AsyncFlowError, SealBroken, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession
 from tq.config import QueueConfig
-from tq.control.connected import Sessions, UnitGraces
+from tq.control.connected import OpenSessions, UnitGraces
 from tq.control.durable_facts import DurableMark, Memory, UnitOrders
 from tq.control.events import (
     Answer,
@@ -112,7 +112,7 @@ class Admission(Protocol):
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
         """Begin. After a restart, `known_rows` holds each partition's existing and finished rows; None: first start."""
 
-    def add(self, event: int | Lost | GroupRemoved) -> None:
+    def add_event(self, event: int | Lost | GroupRemoved) -> None:
         """Hear of a published version, lost rows, or a group that left its partition."""
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class LeadQuestions:
         self._losses = losses
         self._heard = heard
         self._closed = threading.Event()
-        self._thread = threads.start(self._run, name="ask-lead")
+        self._thread = threads.start(self._ask_repeatedly, name="ask-lead")
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -180,18 +180,18 @@ class LeadQuestions:
         self._channels.close()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _ask_repeatedly(self) -> None:
         while not self._closed.wait(self._interval_s):
             losses = self._losses()
             if losses:
                 try:
-                    answer = self._ask(losses)
+                    answer = self._ask_lead(losses)
                 except TransportError as error:
                     logger.info("%s: %s", self._lead, error)
                 else:
                     self._heard(answer)
 
-    def _ask(self, losses: list[UnitLoss]) -> DoneElsewhere:
+    def _ask_lead(self, losses: list[UnitLoss]) -> DoneElsewhere:
         answer = self._channels.get(self._lead, CONTROLLER_REPLIES).submit(TellLost(losses))
         reply = await_reply(answer, self._lead, "TellLost", self._timeout_s)[0]
         rows = [number for loss in losses for record in loss.records for number in record.rows]
@@ -235,23 +235,23 @@ class StateShell:
     ) -> None:
         self.state = state
         self.lock = threading.Lock()
-        self.calls = PendingRequests(timers, lambda request: self.apply(DeadlinePassed(request)))
-        self.orders = orders(fenced=self.apply)
+        self.calls = PendingRequests(timers, lambda request: self.apply_event(DeadlinePassed(request)))
+        self.orders = orders(fenced=self.apply_event)
         self.admission: Admission | None = None
         self._memory = memory
         self._outputs = outputs
         self._threads = threads
         self._restarted = restarted
 
-    def recall(self) -> None:
+    def replay_memory(self) -> None:
         """Feed the state what earlier incarnations left."""
         self.state.handle(TasksWrite(self._outputs()))
-        for event in self._memory.events():
+        for event in self._memory.replay_events():
             self.state.handle(event)
         self.state.take_finished()  # durable already, like the losses
         self.state.take_losses()
 
-    def apply(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         """Apply an event and tell the consequences. The caller does not hold the lock."""
         with self.lock:
             answers = self.handle(event)
@@ -263,11 +263,11 @@ class StateShell:
         for instruction in self.state.handle(event, request):
             match instruction:
                 case Answer():
-                    call = self.calls.take(instruction.request)
+                    call = self.calls.take_call(instruction.request)
                     if call is not None:
                         news.append((call, instruction))
                 case Commit() | Fence() | FenceAll() | RemoveGroup():
-                    self.orders.add(instruction)
+                    self.orders.add_order(instruction)
                 case Lost() | GroupRemoved() | Shrunk() | Cleared():
                     news.append(instruction)
         # This event may have ended the recovery.
@@ -280,64 +280,64 @@ class StateShell:
         `event` is what caused the news, if it may carry the values of its rows; a lease of exactly these rows then
         brings them.
         """
-        with self.failing("durable facts"):
+        with self.failing_service("durable facts"):
             self._make_durable(news)  # before any process is told
         # Answers to fetches go first: consumers are idle until they come.
         for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
             match one:
                 case Lost() | GroupRemoved() if self.admission is not None:
-                    self.admission.add(one)
+                    self.admission.add_event(one)
                 case (call, Answer(reply=AsyncFlowError() as error)):
-                    call.refuse(error)
+                    call.send_refusal(error)
                 case (call, Answer(reply=LeaseGrant() as grant)) if _brings(event, grant, call.message):
-                    call.reply(replace(grant, values=event.values))
+                    call.send_reply(replace(grant, values=event.values))
                 case (call, Answer(reply=reply)):
-                    call.reply(reply)
+                    call.send_reply(reply)
 
     def _make_durable(self, news: News) -> None:
         for one in news:
             # Rows that left with their group are written before the losses: a row in neither record would be missed
             # forever.
             if isinstance(one, Shrunk):
-                self._memory.remember_removed(one.partition, self._removed)
+                self._memory.remember_removed(one.partition, self._removed_rows)
         if self.state.losses_changed or self._memory.saving_losses.locked():
-            self._memory.remember_losses(self._losses)
+            self._memory.remember_losses(self._take_losses)
         for one in news:
             if isinstance(one, Cleared):
                 self._memory.clear(one.partition)
-                self._memory.remember_removed(one.partition, self._removed)
+                self._memory.remember_removed(one.partition, self._removed_rows)
 
-    def _removed(self, partition: int) -> RowSet:
+    def _removed_rows(self, partition: int) -> RowSet:
         with self.lock:
             return self.state.removed_rows(partition)
 
     def losses_to_tell(self) -> list[UnitLoss]:
         with self.lock:
-            return self.state.losses()
+            return self.state.list_losses()
 
     def learn_outputs(self) -> None:
         """Read what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
-        with self.failing("outputs of tasks", SealBroken):
+        with self.failing_service("outputs of tasks", SealBroken):
             outputs = self._outputs()
-        self.apply(TasksWrite(outputs))
+        self.apply_event(TasksWrite(outputs))
 
     def save_finished(self) -> None:
         """Make durable which rows are finished. The caller does not hold the lock."""
-        with self.failing("durable facts"):
+        with self.failing_service("durable facts"):
             self._memory.remember_finished(self._newly_finished)
 
     def _newly_finished(self) -> dict[int, RowSet]:
         with self.lock:
             return self.state.take_finished()
 
-    def _losses(self) -> tuple[dict[int, RowSet], dict[int, list[RowRecords]]] | None:
+    def _take_losses(self) -> tuple[dict[int, RowSet], dict[int, list[RowRecords]]] | None:
         with self.lock:
             if not self.state.losses_changed:
                 return None
             return self.state.take_finished(), self.state.take_losses()
 
     @contextlib.contextmanager
-    def failing(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    def failing_service(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
         """Fail the whole service if the block fails: it restarts and rebuilds everything."""
         try:
             yield
@@ -364,30 +364,30 @@ class PendingRequests:
         self._pending: dict[int, _Pending] = {}
         self._newest = 0
 
-    def add(self, call: Call) -> int:
+    def add_call(self, call: Call) -> int:
         """Keep a call until it is taken; returns its request number."""
         self._newest += 1
         self._pending[self._newest] = _Pending(call, time.monotonic())
         return self._newest
 
-    def park(self, request: int, timeout_s: float) -> None:
+    def set_deadline(self, request: int, timeout_s: float) -> None:
         """Set a request's deadline, unless it was answered already."""
         pending = self._pending.get(request)
         if pending is not None:
             delay_s = min(max(0.0, timeout_s), _LONGEST_PARK_S)
-            pending.deadline = self._timers.after(delay_s, partial(self._expired, request))
+            pending.deadline = self._timers.call_later(delay_s, partial(self._expired, request))
 
-    def take(self, request: int) -> Call | None:
+    def take_call(self, request: int) -> Call | None:
         """Return the call, to be answered once and now; None: it was taken before."""
         pending = self._pending.pop(request, None)
         return None if pending is None else pending.let_go()
 
-    def drop(self, session: int) -> list[int]:
+    def drop_session(self, session: int) -> list[int]:
         """Drop the calls of a channel that ended, and return their requests."""
         requests = [number for number, pending in self._pending.items() if pending.call.session.number == session]
         # Nobody waits for a reply, and a kept call would keep the dead channel alive.
         for number in requests:
-            self.take(number)
+            self.take_call(number)
         return requests
 
     def fetches_of(self, owner: str) -> list[int]:
@@ -472,15 +472,17 @@ class ControllerService:
         self._naming = threading.Lock()
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
-        self._sessions = Sessions(config.lease_timeout_s, config.unit_timeout_s)
+        self._sessions = OpenSessions(config.lease_timeout_s, config.unit_timeout_s)
         self._rates = TaskRates(time.monotonic())
         self._closed = False
         recovering = None
         # Consumers of an earlier incarnation that have not joined this one; empty once recovery gives them up.
         self._awaited: set[str] = set()
         if self._recovered:
-            owners = {owner for owner in self._durable.names("owner") if not owner.startswith(f"{name}@")}  # not itself
-            recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(owners))
+            owners = {
+                owner for owner in self._durable.list_peers("owner") if not owner.startswith(f"{name}@")
+            }  # not itself
+            recovering = Recovering(frozenset(self._durable.list_peers("unit")), frozenset(owners))
             self._awaited.update(recovering.owners)
             logger.warning("start %d: waiting for %s", starts, recovering)
         state = ControlState(
@@ -501,7 +503,7 @@ class ControllerService:
             outputs=partial(TaskOutputs(credentials).read, self._directory.tasks), orders=orders,
             restarted=self._recovered,
         )  # fmt: skip
-        self._shell.recall()
+        self._shell.replay_memory()
         self._questions = None
         if not self._lead:
             self._questions = LeadQuestions(
@@ -521,16 +523,16 @@ class ControllerService:
         self._look_for_silent()
         self._look_for_silent_units()
         if recovering is not None:
-            self._timers.after(config.lease_timeout_s, self._end_recovery)
+            self._timers.call_later(config.lease_timeout_s, self._end_recovery)
         self._shell.start_admission()
 
     def stop(self) -> None:
         """Reply to every fetch with `NoRows(stop)` from now on; a trainer saves only after this reply."""
-        self._memory.remember(Stop())
-        self._shell.apply(Stop())
+        self._memory.remember_event(Stop())
+        self._shell.apply_event(Stop())
         # A consumer that left during the stop, while this controller was away, never rejoins.
         if self._recovered:
-            self._timers.after(_LEFT_S, self._end_recovery)
+            self._timers.call_later(_LEFT_S, self._end_recovery)
 
     def close(self) -> None:
         self.threads.close()
@@ -544,11 +546,13 @@ class ControllerService:
         if self._questions is not None:
             self._questions.close()
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """A channel ended: a consumer's leases return, except a trainer's; a unit's rows wait for the unit's return."""
         with self._shell.lock:
-            owners, units = self._sessions.ended(session.number)
-            events: list[Event] = [DeadlinePassed(request) for request in self._shell.calls.drop(session.number)]
+            owners, units = self._sessions.end_session(session.number)
+            events: list[Event] = [
+                DeadlinePassed(request) for request in self._shell.calls.drop_session(session.number)
+            ]
             events += [OwnerGone(owner) for owner in owners] + [UnitGone(unit) for unit in units]
             answers = [answer for event in events for answer in self._shell.handle(event)]
             for unit in units:
@@ -558,56 +562,56 @@ class ControllerService:
             return
         if units:
             self._shell.save_finished()
-        self._forget(owners)
+        self._forget_owners(owners)
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
         message = call.message
         match message:
             case RowsCreated():
-                self._create(message, call)
+                self._create_rows(message, call)
             case FetchRows() | FetchRound() | WatchLost():
-                self._ask(message, call, message.timeout_s)
+                self._handle_or_park(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
-                self._ask(message, call)
+                self._handle_or_park(message, call)
             case OutputsWritten() | RowsRemoved() | Release() | AckLost() | ClearPartition():
-                self._shell.apply(message)
-                call.reply(Done())
+                self._shell.apply_event(message)
+                call.send_reply(Done())
             case Heartbeat():
-                self._heartbeat(message, call)
+                self._handle_heartbeat(message, call)
             case Join():
-                self._join(message, call)
+                self._join_owner(message, call)
             case RegisterUnit():
-                self._register(message, call)
+                self._register_unit(message, call)
             case OpenPartition() | Stop() | CloseWriting() | PublishVersion():
                 # Durable first: a restarted controller must know what was answered.
-                self._memory.remember(message)
-                self._shell.apply(message)
-                call.reply(self._published(message) if isinstance(message, PublishVersion) else Done())
+                self._memory.remember_event(message)
+                self._shell.apply_event(message)
+                call.send_reply(self._note_published(message) if isinstance(message, PublishVersion) else Done())
             case ReleaseCheckpointed():
                 self._shell.save_finished()
-                call.reply(Done())
+                call.send_reply(Done())
             case GetQueueStats():
-                call.reply(self._stats())
+                call.send_reply(self._collect_stats())
             case UnitAlive():
                 with self._shell.lock:
                     self._sessions.unit_heard(call.session.number, time.monotonic())
-                call.reply(Done())
+                call.send_reply(Done())
 
-    def _create(self, message: RowsCreated, call: Call) -> None:
+    def _create_rows(self, message: RowsCreated, call: Call) -> None:
         with self._shell.lock:
             returning = self._shell.state.any_away(message.rows)
         if returning:
             self._shell.learn_outputs()
-        self._ask(message, call, message.timeout_s)
+        self._handle_or_park(message, call, message.timeout_s)
 
-    def _published(self, message: PublishVersion) -> Published:
+    def _note_published(self, message: PublishVersion) -> Published:
         if self._shell.admission is None:
             return Published()
-        self._shell.admission.add(message.step)
+        self._shell.admission.add_event(message.step)
         return Published(list(self._shell.admission.refills[message.refills_known :]))
 
-    def _ask(
+    def _handle_or_park(
         self,
         event: FetchRows | FetchRound | WatchLost | RowsCreated | RowsConfirmed | TellLost,
         call: Call,
@@ -615,72 +619,72 @@ class ControllerService:
     ) -> None:
         with self._shell.lock:
             if isinstance(event, FetchRows | FetchRound):
-                self._sessions.asked(call.session.number, event.owner, time.monotonic())
+                self._sessions.watch_owner(call.session.number, event.owner, time.monotonic())
             # Keep the call before the event, which may answer it at once; only a call that is still open gets a
             # deadline.
-            request = self._shell.calls.add(call)
+            request = self._shell.calls.add_call(call)
             try:
                 answers = self._shell.handle(event, request)
             except AsyncFlowError:
-                self._shell.calls.take(request)
+                self._shell.calls.take_call(request)
                 raise
-            self._shell.calls.park(request, timeout_s)
+            self._shell.calls.set_deadline(request, timeout_s)
         self._shell.send(answers, event)
 
-    def _heartbeat(self, message: Heartbeat, call: Call) -> None:
+    def _handle_heartbeat(self, message: Heartbeat, call: Call) -> None:
         with self._shell.lock:
-            known = self._sessions.heard(message.owner, time.monotonic())
+            known = self._sessions.note_heartbeat(message.owner, time.monotonic())
             if known and message.writes:
                 self._shell.handle(OwnerWrites(message.owner, tuple(message.writes)))
-            units, away = self._shell.state.units(), self._shell.state.away()
-        call.reply(Alive(known, units, away, self._shell.state.newest_version))
+            units, away = self._shell.state.units(), self._shell.state.list_away_units()
+        call.send_reply(Alive(known, units, away, self._shell.state.newest_version))
 
-    def _join(self, message: Join, call: Call) -> None:
+    def _join_owner(self, message: Join, call: Call) -> None:
         message.check_format(message.owner)
         with self._naming:
-            self._durable.add("owner", message.owner)
-            gone, answers = self._joined(message, call)
+            self._durable.add_peer("owner", message.owner)
+            gone, answers = self._apply_join(message, call)
         self._shell.send(answers)
-        self._forget(gone)
+        self._forget_owners(gone)
 
-    def _joined(self, message: Join, call: Call) -> tuple[list[str], News]:
+    def _apply_join(self, message: Join, call: Call) -> tuple[list[str], News]:
         """Returns the incarnations that this consumer replaces, and what to tell."""
         with self._shell.lock:
             gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
-            self._sessions.gone(gone)
+            self._sessions.remove_owners(gone)
             self._awaited.difference_update(gone)
             answers = [answer for other in gone for answer in self._shell.handle(OwnerGone(other))]
-            if self._sessions.elsewhere(call.session.number, message.owner):
+            if self._sessions.is_elsewhere(call.session.number, message.owner):
                 answers += self._shell.handle(OwnerGone(message.owner))  # its broken channel delivered nothing
-            self._sessions.joined(call.session.number, message.owner, time.monotonic())
+            self._sessions.add_owner(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
-            answers += self._shell.handle(message, self._shell.calls.add(call))
+            answers += self._shell.handle(message, self._shell.calls.add_call(call))
         return gone, answers
 
-    def _register(self, message: RegisterUnit, call: Call) -> None:
+    def _register_unit(self, message: RegisterUnit, call: Call) -> None:
         message.check_format(message.unit)
-        self._durable.add("unit", message.unit)
+        self._durable.add_peer("unit", message.unit)
         self._shell.learn_outputs()
         answers = None
         # Orders may be added while the unit catches up; its rows go out only when it is owed none.
         while answers is None:
             self._shell.orders.catch_up(message.unit)
-            answers = self._registered(message, call)
+            answers = self._apply_registration(message, call)
         self._shell.save_finished()  # an earlier life of the unit may have reported some
         self._shell.send(answers)
 
-    def _registered(self, message: RegisterUnit, call: Call) -> News | None:
+    def _apply_registration(self, message: RegisterUnit, call: Call) -> News | None:
         """Returns what to tell; None: the unit must first hear something, such as a fence, before its rows go out."""
         with self._shell.lock:
-            if self._shell.orders.owes(message.unit):
+            if self._shell.orders.owes_unit(message.unit):
                 return None
-            self._sessions.registered(call.session.number, message.unit, time.monotonic())
+            self._sessions.add_unit(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
-            return self._shell.handle(message, self._shell.calls.add(call))
+            return self._shell.handle(message, self._shell.calls.add_call(call))
 
     def _hear_done(self, event: DoneElsewhere) -> None:
         self._shell.learn_outputs()
-        self._shell.apply(event)
+        self._shell.apply_event(event)
 
     def _look_for_silent(self) -> None:
         """Periodically give up consumers that have been silent for `lease_timeout_s`."""
@@ -688,8 +692,8 @@ class ControllerService:
             silent = self._sessions.silent_owners(time.monotonic())
             answers = [answer for owner in silent for answer in self._give_up(owner)]
         self._shell.send(answers)
-        self._forget(silent)
-        self._timers.after(self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
+        self._forget_owners(silent)
+        self._timers.call_later(self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
 
     def _look_for_silent_units(self) -> None:
         """Periodically cut off silent units, such as a stopped process; a unit that continues registers again."""
@@ -699,11 +703,11 @@ class ControllerService:
         for unit, session in silent:
             logger.warning("%s was silent for %g s; it counts as away", unit, timeout_s)
             self._server.cut_off(session)
-        self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent_units)
+        self._timers.call_later(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent_units)
 
     def _give_unit_up(self, unit: str, grace: int) -> None:
         with self._shell.lock:
-            answers = self._shell.handle(UnitLost(unit)) if self._graces.over(unit, grace) else []
+            answers = self._shell.handle(UnitLost(unit)) if self._graces.is_grace_over(unit, grace) else []
         self._shell.send(answers)
 
     def _end_recovery(self) -> None:
@@ -711,7 +715,7 @@ class ControllerService:
             answers = self._shell.handle(RecoveryDeadline())
             gone, self._awaited = self._awaited, set()
         self._shell.send(answers)
-        self._forget(list(gone))  # otherwise every later start would wait for them, too
+        self._forget_owners(list(gone))  # otherwise every later start would wait for them, too
 
     def _give_up(self, owner: str) -> News:
         logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
@@ -720,7 +724,7 @@ class ControllerService:
         answers = [answer for request in parked for answer in self._shell.handle(DeadlinePassed(request))]
         return answers + self._shell.handle(OwnerGone(owner))
 
-    def _forget(self, owners: Sequence[str]) -> None:
+    def _forget_owners(self, owners: Sequence[str]) -> None:
         """Let the next incarnation not wait for these consumers, unless they are back already."""
         with self._naming:
             for owner in owners:
@@ -730,7 +734,7 @@ class ControllerService:
                 if not expected:
                     self._durable.remove("owner", owner)
 
-    def _stats(self) -> QueueStats:
+    def _collect_stats(self) -> QueueStats:
         now = time.monotonic()
         admitted = 0 if self._shell.admission is None else self._shell.admission.admitted_groups
         with self._shell.lock:
@@ -740,7 +744,7 @@ class ControllerService:
             for task in stats.tasks:
                 task.controller = self._name
                 task.oldest_request_s = now - oldest.get(task.task, now)
-            self._rates.note(stats.tasks, now)
+            self._rates.note_rates(stats.tasks, now)
         return stats
 
 
@@ -757,7 +761,7 @@ class TaskRates:
         self._started = now
         self._before: dict[str, tuple[float, int]] = {}
 
-    def note(self, tasks: Iterable[TaskStats], now: float) -> None:
+    def note_rates(self, tasks: Iterable[TaskStats], now: float) -> None:
         """Fill in the rows per second since roughly the beginning of the last window."""
         for task in tasks:
             before, done = self._before.get(task.task, (self._started, 0))

@@ -4,7 +4,7 @@
     tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark; no refills
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
     tq/LINEAGE/NAME/lost/K          rows lost with their unit, and who was done with them, part K of `Losses`
-    tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
+    tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.split_parts`
     tq/LINEAGE/NAME/removed/P/K     rows that left it with dead-letter groups and have no replacement, in the same parts
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
@@ -78,19 +78,19 @@ class DurableMark:
         """Count this start; returns 1 for the first."""
         return int(self._credentials.call_store("add", f"{self._base}/incarnation", 1))
 
-    def load(self) -> Mark:
+    def load_mark(self) -> Mark:
         """Return the facts that were saved last, or those of a new queue."""
         key = f"{self._base}/mark"
         if not self._credentials.call_store("check", [key]):
             return Mark()
         mark = msgpack_decoder(Mark).decode(self._credentials.call_store("get", key))
         if mark.admission is not None:
-            for _, data in sorted(self._parts("refills").items(), key=lambda part: int(part[0])):
+            for _, data in sorted(self._read_parts("refills").items(), key=lambda part: int(part[0])):
                 mark.admission.refills += msgpack_decoder(list[Refill]).decode(data)
             self._num_refills = len(mark.admission.refills)
         return mark
 
-    def save(self, mark: Mark) -> None:
+    def save_mark(self, mark: Mark) -> None:
         for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
             del mark.partitions[partition]
         admission = mark.admission
@@ -102,7 +102,7 @@ class DurableMark:
 
     def load_lost(self) -> list[RowRecords]:
         records: list[RowRecords] = []
-        for data in self._parts("lost").values():
+        for data in self._read_parts("lost").values():
             records += msgpack_decoder(list[RowRecords]).decode(data)
         return records
 
@@ -116,20 +116,20 @@ class DurableMark:
     def load_rows(self, kind: RowKind) -> dict[int, RowSet]:
         """Return partition -> its rows of a kind."""
         rows: dict[int, RowSet] = {}
-        for name, data in self._parts(kind).items():
+        for name, data in self._read_parts(kind).items():
             spans = msgpack_decoder(list[Span]).decode(data)
-            rows.setdefault(int(name.partition("/")[0]), RowSet()).merge(RowSet.of_spans(spans))
+            rows.setdefault(int(name.partition("/")[0]), RowSet()).merge_rows(RowSet.of_spans(spans))
         return rows
 
     def save_rows(self, kind: RowKind, partition: int, part: int, rows: RowSet) -> None:
         """Save one part of a partition's rows; forget it if it is empty."""
         key = f"{self._base}/{kind}/{partition}/{part}"
         if rows:
-            self._credentials.call_store("put", key, msgspec.msgpack.encode(rows.spans()))
+            self._credentials.call_store("put", key, msgspec.msgpack.encode(rows.list_spans()))
         else:
             self._credentials.call_store("delete_key", key)
 
-    def add(self, kind: str, name: str) -> None:
+    def add_peer(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""
         self._credentials.call_store("put", f"{self._base}/{kind}/{name}", "1")
 
@@ -137,11 +137,11 @@ class DurableMark:
         """Note that the owner or unit is gone for good."""
         self._credentials.call_store("delete_key", f"{self._base}/{kind}/{name}")
 
-    def names(self, kind: str) -> list[str]:
+    def list_peers(self, kind: str) -> list[str]:
         """Return the owners or units that were there when the last incarnation ended."""
-        return list(self._parts(kind))
+        return list(self._read_parts(kind))
 
-    def _parts(self, kind: str) -> dict[str, bytes]:
+    def _read_parts(self, kind: str) -> dict[str, bytes]:
         parts: dict[str, bytes] = self._credentials.call_store("read_below", f"{self._base}/{kind}/")
         return parts
 
@@ -164,9 +164,9 @@ class Memory:
         self.saving_losses = threading.Lock()  # held while losses are being written and are not durable yet
         # Each lock is taken before the facts are read, so that the latest facts are saved last.
         self._saving_finished, self._saving_removed = threading.Lock(), threading.Lock()
-        self._mark = durable.load()
-        self._finished = {partition: rows.parts() for partition, rows in durable.load_rows("finished").items()}
-        self._removed = {partition: rows.parts() for partition, rows in durable.load_rows("removed").items()}
+        self._mark = durable.load_mark()
+        self._finished = {partition: rows.split_parts() for partition, rows in durable.load_rows("finished").items()}
+        self._removed = {partition: rows.split_parts() for partition, rows in durable.load_rows("removed").items()}
         # (Partition, part) of finished rows that are not saved yet; a failed save leaves them here.
         self._unsaved: set[tuple[int, int]] = set()
         self._mark.newest_version = max(version, self._mark.newest_version)
@@ -179,7 +179,7 @@ class Memory:
     def admission(self) -> AdmissionMark | None:
         return self._mark.admission
 
-    def events(self) -> Iterator[Event]:
+    def replay_events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""
         for partition, parts in self._removed.items():
             for rows in parts.values():
@@ -196,7 +196,7 @@ class Memory:
         if self._mark.stopped:
             yield Stop()
 
-    def remember(self, event: OpenPartition | PublishVersion | Stop | CloseWriting) -> None:
+    def remember_event(self, event: OpenPartition | PublishVersion | Stop | CloseWriting) -> None:
         with self._lock:
             match event:
                 case OpenPartition():
@@ -207,12 +207,12 @@ class Memory:
                     self._mark.stopped = True
                 case CloseWriting():
                     self._mark.writing_closed = True
-            self._durable.save(self._mark)
+            self._durable.save_mark(self._mark)
 
     def remember_admission(self, mark: AdmissionMark) -> None:
         with self._lock:
             self._mark.admission = mark
-            self._durable.save(self._mark)
+            self._durable.save_mark(self._mark)
 
     def remember_finished(self, newly: Callable[[], Finished]) -> None:
         """Save the rows that `newly` takes: those finished since its last call.
@@ -228,7 +228,7 @@ class Memory:
             self._forget_finished(partition)
         with self._lock:
             if self._mark.partitions.pop(partition, None) is not None:
-                self._durable.save(self._mark)
+                self._durable.save_mark(self._mark)
 
     def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
         """Write that rows were lost, or that tasks are done with some of them, before any process is told.
@@ -247,7 +247,7 @@ class Memory:
         """Save the rows that a partition lacks now, none once it was cleared."""
         with self._saving_removed:
             # Ask only now: another thread may have saved later facts than those that caused this call.
-            self._save_removed(partition, state(partition).parts())
+            self._save_removed(partition, state(partition).split_parts())
             for old in sorted(self._removed)[:-KEPT_PARTITIONS]:
                 self._save_removed(old, {})
 
@@ -263,8 +263,8 @@ class Memory:
     def _save_finished(self, newly: Finished) -> None:
         for partition, rows in newly.items():
             parts = self._finished.setdefault(partition, {})
-            for part, grown in rows.parts().items():
-                parts.setdefault(part, RowSet()).merge(grown)
+            for part, grown in rows.split_parts().items():
+                parts.setdefault(part, RowSet()).merge_rows(grown)
                 self._unsaved.add((partition, part))
         for partition in sorted(self._finished)[:-KEPT_PARTITIONS]:
             self._forget_finished(partition)
@@ -319,9 +319,9 @@ class UnitBacklog:
         self._fresh = False
         self._again = False
         self._closed = False
-        self._begin()
+        self._start_thread()
 
-    def add(self, message: Message) -> "Future[None]":
+    def add_message(self, message: Message) -> "Future[None]":
         """Queue a message. The future completes when the unit has confirmed, or is away and is owed the message."""
         entry = _Entry(message)
         with self._changed:
@@ -333,11 +333,11 @@ class UnitBacklog:
     def catch_up(self) -> None:
         """Tell everything now, in the caller's thread; raises TransportError, and still owes the rest."""
         # The backlog's own thread may still wait for an earlier life of the unit.
-        for entry in self._all():
+        for entry in self._list_entries():
             self._tell_once(entry)
         with self._changed:
             self._fresh = True  # the earlier thread may just have taken a new entry
-            self._begin()
+            self._start_thread()
             self._changed.notify_all()
 
     @property
@@ -354,16 +354,16 @@ class UnitBacklog:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         """Start a new thread; an earlier one ends as soon as it can."""
         with self._changed:  # the new thread compares itself with what is stored here
-            self._thread = self._threads.start(self._run, name=f"orders-{self._unit}")
+            self._thread = self._threads.start(self._tell_entries, name=f"orders-{self._unit}")
 
     @property
     def _over(self) -> bool:
         return self._closed or self._thread is not threading.current_thread()
 
-    def _run(self) -> None:
+    def _tell_entries(self) -> None:
         while True:
             with self._changed:
                 if self._again:
@@ -377,7 +377,7 @@ class UnitBacklog:
 
     def _tell_all(self) -> None:
         reachable = True
-        for entry in self._all():
+        for entry in self._list_entries():
             try:
                 if reachable:
                     self._tell_once(entry)
@@ -392,7 +392,7 @@ class UnitBacklog:
                 reachable = False
             self._mark_done(entry)
 
-    def _all(self) -> list[_Entry]:
+    def _list_entries(self) -> list[_Entry]:
         with self._changed:
             return list(self._entries)
 
@@ -441,14 +441,14 @@ class UnitOrders:
         self._backlogs: dict[str, UnitBacklog] = {}
         self._closed = False
         self._holding: queue.SimpleQueue[Fenced | None] = queue.SimpleQueue()
-        self._thread = threads.start(self._report, name="unit-orders")
+        self._thread = threads.start(self._report_fences, name="unit-orders")
 
-    def add(self, order: Order) -> None:
+    def add_order(self, order: Order) -> None:
         """Carry out an order soon: at each unit, after the orders that were added before."""
         with self._lock:
             if self._closed:
                 return
-            was_done = [self._backlog(unit).add(message) for unit, message in _messages(order)]
+            was_done = [self._get_backlog(unit).add_message(message) for unit, message in _messages(order)]
         if isinstance(order, Fence | FenceAll):
             fenced = Fenced(order.task, order.token)
             was_done[0].add_done_callback(lambda _: self._holding.put(fenced))
@@ -462,7 +462,7 @@ class UnitOrders:
             # A unit that restarted empty has no use for this, which does no harm.
             backlog.catch_up()
 
-    def owes(self, unit: str) -> bool:
+    def owes_unit(self, unit: str) -> bool:
         with self._lock:
             backlog = self._backlogs.get(unit)
         return backlog is not None and backlog.owes
@@ -480,16 +480,16 @@ class UnitOrders:
             backlog.join(max(0.0, deadline - time.monotonic()))
         self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _backlog(self, unit: str) -> UnitBacklog:
+    def _get_backlog(self, unit: str) -> UnitBacklog:
         if unit not in self._backlogs:
-            self._backlogs[unit] = UnitBacklog(unit, self._tell, self._threads)
+            self._backlogs[unit] = UnitBacklog(unit, self._tell_unit, self._threads)
         return self._backlogs[unit]
 
-    def _report(self) -> None:
+    def _report_fences(self) -> None:
         while (fenced := self._holding.get()) is not None:
             self._fenced(fenced)
 
-    def _tell(self, unit: str, message: Message) -> None:
+    def _tell_unit(self, unit: str, message: Message) -> None:
         connection = self._links.get(unit, UNIT_REPLIES)
         try:
             await_reply(connection.submit(message), unit, type(message).__name__, self._timeout_s)

@@ -236,7 +236,7 @@ class RowSet:
         return bool(self._chunks.get(row // _CHUNK_BITS, 0) >> row % _CHUNK_BITS & 1)
 
     def __iter__(self) -> Iterator[int]:
-        for first, end in self.spans():
+        for first, end in self.list_spans():
             yield from range(first, end)
 
     def __bool__(self) -> bool:
@@ -270,12 +270,12 @@ class RowSet:
         for row in rows:
             self.add(row)
 
-    def merge(self, other: "RowSet") -> None:
+    def merge_rows(self, other: "RowSet") -> None:
         """Add all rows of another set; a whole chunk costs no more than one row."""
         for chunk, bits in other._chunks.items():
             self._chunks[chunk] = self._chunks.get(chunk, 0) | bits
 
-    def spans(self) -> list[Span]:
+    def list_spans(self) -> list[Span]:
         spans: list[Span] = []
         for chunk, bits in sorted(self._chunks.items()):
             for low, high in [(0, _CHUNK_BITS)] if bits == _FULL_CHUNK else _runs(bits):
@@ -295,7 +295,7 @@ class RowSet:
                 rows._chunks[chunk] = rows._chunks.get(chunk, 0) | (1 << high) - (1 << low)
         return rows
 
-    def parts(self) -> "dict[int, RowSet]":
+    def split_parts(self) -> "dict[int, RowSet]":
         """Return part number -> its rows: at most 256 parts of 65,536 consecutive rows each; higher rows wrap around.
 
         A row is in the same part of every set, so a set that is stored by parts is rewritten only where it grew.
@@ -342,7 +342,7 @@ class PartitionRows:
         """Whether no row will follow."""
         return self.declared is not None and self.num_live + self.num_finished >= self.declared - len(self.removed)
 
-    def has(self, rows: Iterable[int]) -> None:
+    def remove_lacking(self, rows: Iterable[int]) -> None:
         """These rows are, or were, in the queue after all."""
         for number in rows if self.removed else ():
             self.removed.discard(number)
@@ -362,7 +362,7 @@ class RankSlice:
     num_rows: int
 
     @staticmethod
-    def of(token: int, items: Sequence[Item]) -> "RankSlice":
+    def from_items(token: int, items: Sequence[Item]) -> "RankSlice":
         rows = tuple(row for item in items for row in item.rows)
         return RankSlice(token, rows, len(rows))
 
@@ -393,7 +393,7 @@ class Rounds:
     # Per rank, the tokens of its slices of the rounds that were formed here.
     assigned: list[int] = field(default_factory=list)
 
-    def loads(self, num_ranks: int) -> list[int]:
+    def rank_loads(self, num_ranks: int) -> list[int]:
         """Return `assigned`, or zeros before the first round."""
         return self.assigned or [0] * num_ranks
 
@@ -401,16 +401,16 @@ class Rounds:
     def num_rows(self) -> int:
         return sum(round_.total_rows for round_ in self.formed)
 
-    def form(self, rank_slices: Sequence[Sequence[Item]], token: Callable[[], int], *, partition: int) -> Round:
+    def form_round(self, rank_slices: Sequence[Sequence[Item]], token: Callable[[], int], *, partition: int) -> Round:
         """Add a round of what each rank gets; the caller marks the last one."""
-        assigned = [RankSlice.of(token(), items) for items in rank_slices]
+        assigned = [RankSlice.from_items(token(), items) for items in rank_slices]
         tokens = [sum(item.tokens for item in items) for items in rank_slices]
-        self.assigned = [before + now for before, now in zip(self.loads(len(rank_slices)), tokens, strict=True)]
+        self.assigned = [before + now for before, now in zip(self.rank_loads(len(rank_slices)), tokens, strict=True)]
         counts = [rank_slice.num_rows for rank_slice in assigned]
         self.formed.append(Round([*assigned], max(counts), False, partition, sum(counts)))
         return self.formed[-1]
 
-    def restore(self, one: Held) -> None:
+    def restore_slice(self, one: Held) -> None:
         """A rank says that it holds this slice of a round that an earlier incarnation formed."""
         self.num_ranks = max(self.num_ranks, one.num_ranks)
         while len(self.formed) <= one.round_index:
@@ -626,7 +626,7 @@ class ReadyQueue:
         self._buckets[bucket] = [number]
         heapq.heappush(self._order, bucket)
         if bucket < self._front_bucket:
-            self._retreat()
+            self._put_front_back()
 
     def pop(self) -> int | None:
         """Take the smallest number, once even if it was pushed twice; None: there is none."""
@@ -644,7 +644,7 @@ class ReadyQueue:
         for number in reversed(numbers):
             self.push(number)
 
-    def _retreat(self) -> None:
+    def _put_front_back(self) -> None:
         """Make room for an earlier bucket than the front one."""
         if self._front:
             self._buckets[self._front_bucket] = [-number for number in self._front]
@@ -694,7 +694,7 @@ class Leases:
         self._owned: dict[str, set[int]] = {}
         self._spent: dict[int, frozenset[int]] = {}
 
-    def give(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
+    def add_lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
         """Put rows into a new lease; `reader` "": no consumer asked for it yet."""
         lease = self.by_token[token] = LeaseRecord(token, partition, set(rows), set(rows))
         for row in lease.rows:
@@ -708,11 +708,11 @@ class Leases:
         self.by_token[token].readers.add(owner)
         self._owned.setdefault(owner, set()).add(token)
 
-    def holder(self, row: int) -> LeaseRecord | None:
+    def find_lease(self, row: int) -> LeaseRecord | None:
         token = self.holders.get(row)
         return None if token is None else self.by_token[token]
 
-    def release(self, row: int) -> bool:
+    def release_row(self, row: int) -> bool:
         """A row is done or gone; returns whether it was in a lease."""
         token = self.holders.pop(row, None)
         if token is None:
@@ -720,7 +720,7 @@ class Leases:
         lease = self.by_token[token]
         lease.rows.discard(row)
         if not lease.rows:
-            self._end(lease)
+            self._end_lease(lease)
         return True
 
     def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
@@ -733,7 +733,7 @@ class Leases:
         lease.rows.difference_update(taken)
         lease.granted.difference_update(taken)
         if not lease.rows:
-            self._end(lease)
+            self._end_lease(lease)
         return taken
 
     def rows_of(self, owner: str) -> Iterator[int]:
@@ -741,7 +741,7 @@ class Leases:
         for token in self._owned.get(owner, ()):
             yield from self.by_token[token].rows
 
-    def leave(self, owner: str) -> list[LeaseRecord]:
+    def drop_owner(self, owner: str) -> list[LeaseRecord]:
         """A consumer is gone; returns the leases without a holder."""
         ended = []
         for token in sorted(self._owned.pop(owner, ())):
@@ -766,13 +766,13 @@ class Leases:
         """Rows of void leases are lost: do not lease them before a fence holds where they are put again."""
         self.fencing.update(dict.fromkeys(rows, 0))
 
-    def fence(self, token: int, fencing: Fencing) -> None:
-        """Hold rows back until `fenced(token)`."""
+    def fence_rows(self, token: int, fencing: Fencing) -> None:
+        """Hold rows back until `confirm_fence(token)`."""
         self._fences[token] = fencing
         for row in fencing.rows:
             self.fencing[row] = token
 
-    def fenced(self, token: int) -> Fencing | None:
+    def confirm_fence(self, token: int) -> Fencing | None:
         """A fence holds; returns the rows that waited for this fence and no later one."""
         fencing = self._fences.pop(token, None)
         if fencing is None:
@@ -782,7 +782,7 @@ class Leases:
             del self.fencing[row]
         return Fencing(rows, fencing.counts)
 
-    def returned(self, row: int) -> int:
+    def count_return(self, row: int) -> int:
         """Count a failed try of a row; returns how many there were."""
         self.returns[row] = self.returns.get(row, 0) + 1
         return self.returns[row]
@@ -791,11 +791,11 @@ class Leases:
         """Take a unit's count of how often a row came back."""
         self.returns[row] = max(times, self.returns.get(row, 0))
 
-    def forget(self, row: int) -> None:
+    def forget_row(self, row: int) -> None:
         self.fencing.pop(row, None)
         self.returns.pop(row, None)
 
-    def _end(self, lease: LeaseRecord) -> None:
+    def _end_lease(self, lease: LeaseRecord) -> None:
         del self.by_token[lease.token]
         for owner in lease.readers:
             owned = self._owned[owner]
@@ -827,7 +827,7 @@ class PoisonIsolation:
         """Whether a consumer has a row in hand that is on its last try."""
         return bool(self._last_try and self._leases.returns) and any(map(self._is_last, self._leases.rows_of(owner)))
 
-    def together(self, items: Sequence[Item]) -> int:
+    def count_together(self, items: Sequence[Item]) -> int:
         """Return how many of the items, from the first on, may share a lease; normally all of them."""
         if not self._last_try or not self._leases.returns:
             return len(items)
@@ -845,7 +845,7 @@ class TaskState:
        ^                                                          |
        '--------fence confirmed---------- fencing <--owner died or released'
 
-    Only `refresh` judges whether a row is ready; everything that could change that ends by calling it.
+    Only `refresh_row` judges whether a row is ready; everything that could change that ends by calling it.
     """
 
     def __init__(self, spec: TaskSpec, table: "RowTable") -> None:
@@ -867,15 +867,15 @@ class TaskState:
 
     # Rows
 
-    def refresh(self, number: int, row: Row) -> None:
+    def refresh_row(self, number: int, row: Row) -> None:
         """Offer a row when it may be handed out; withdraw it otherwise."""
-        wanted = self._wanted(number, row)
+        wanted = self._is_row_wanted(number, row)
         if wanted == bool(row.queued & self.bit):
             return
         part = self.partition(row.partition)
         if wanted:
             part.offer(number, row)
-            self._list(row.partition, part)
+            self._list_partition(row.partition, part)
         else:
             part.withdraw(number, row)
         self.changed.add(row.partition)
@@ -888,12 +888,12 @@ class TaskState:
             part.expect(row)
             if row.left & bit:
                 self.num_left += 1
-                if self._wanted(number, row):
+                if self._is_row_wanted(number, row):
                     part.offer(number, row)
             else:
                 part.mark_done(row)
                 part.num_done += 1
-        self._list(partition, part)
+        self._list_partition(partition, part)
         self.changed.add(partition)
 
     def row_done(self, number: int, row: Row) -> None:
@@ -901,8 +901,8 @@ class TaskState:
         part = self.partition(row.partition)
         if row.queued & self.bit:
             part.withdraw(number, row)
-        part.num_held -= self.leases.release(number)
-        self.leases.forget(number)
+        part.num_held -= self.leases.release_row(number)
+        self.leases.forget_row(number)
         self.num_left -= 1
         self.num_acked += 1
         part.num_done += 1
@@ -910,21 +910,21 @@ class TaskState:
 
     def row_reopened(self, number: int, row: Row) -> None:
         """The task's outputs were lost: it is no longer done with this row; its bit in `left` was just set."""
-        part = self._resurrected(row.partition)
+        part = self._reopen_partition(row.partition)
         part.num_done -= 1
         part.expect_again(row)
         self.num_left += 1
-        self.refresh(number, row)
+        self.refresh_row(number, row)
 
     def row_removed(self, number: int, row: Row, *, may_return: bool = False) -> None:
         """A row leaves the table before all tasks are done with it; `may_return`: it may be put anew."""
-        part = self._resurrected(row.partition)
+        part = self._reopen_partition(row.partition)
         if row.queued & self.bit:
             part.withdraw(number, row)
         token = self.leases.holders.get(number)
         if token is not None:
             part.num_held -= len(self.leases.void(token, [number]))
-        self.leases.forget(number)
+        self.leases.forget_row(number)
         if token is not None and may_return:
             self.leases.owe_fence([number])
         if row.left & self.bit:
@@ -958,14 +958,14 @@ class TaskState:
         self._cleared.discard(number)
         if number in self._finished:
             return
-        self._list(number, self.partition(number))
+        self._list_partition(number, self.partition(number))
         self.changed.add(number)
         self.drop_finished(number)
 
     def drop_finished(self, number: int) -> None:
         """Forget a partition that the task is done with."""
         part = self.partitions.get(number)
-        size = self._size(number)
+        size = self._get_partition_size(number)
         if part is not None and size is not None and part.num_done >= size:
             del self.partitions[number]
             self._finished.add(number)
@@ -978,20 +978,20 @@ class TaskState:
         self._cleared.add(number)
         self.changed.add(number)
 
-    def over(self, number: int) -> bool:
+    def is_partition_over(self, number: int) -> bool:
         """Whether all rows of the partition are done, or it was cleared."""
         return number in self._finished or number in self._cleared
 
-    def exhausted(self, number: int) -> bool:
+    def is_partition_exhausted(self, number: int) -> bool:
         """Whether all rows of the partition were handed out."""
-        if self.over(number):
+        if self.is_partition_over(number):
             return True
-        part, size = self.partitions.get(number), self._size(number)
+        part, size = self.partitions.get(number), self._get_partition_size(number)
         return part is not None and size is not None and part.num_done + part.num_held >= size
 
     def num_unassigned(self, number: int) -> int:
         """Return how many rows of a partition were never leased."""
-        part, size = self.partitions.get(number), self._size(number) or 0
+        part, size = self.partitions.get(number), self._get_partition_size(number) or 0
         if part is None:
             return 0
         return max(part.num_ready, size - part.num_done - part.num_held)
@@ -1014,7 +1014,7 @@ class TaskState:
             if self.spec.in_order and not self.front_ready(number, want.num_rows):
                 return None
             items = part.pick(self.picking, want)
-            count = self.isolation.together(items)
+            count = self.isolation.count_together(items)
             part.put_back(items[count:])
             return number, tuple(row for item in items[:count] for row in item.rows)
         return None
@@ -1022,7 +1022,7 @@ class TaskState:
     def lease_rows(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
         """Rows that were taken are in a consumer's hands; `reader` "": no consumer asked for them yet."""
         rows = tuple(rows)
-        self.leases.give(token, partition, rows, reader)
+        self.leases.add_lease(token, partition, rows, reader)
         self.partition(partition).num_held += len(rows)
         self.num_deliveries += 1
 
@@ -1042,7 +1042,7 @@ class TaskState:
 
     def rest_ready(self, number: int) -> bool:
         """Whether every row of the partition that was not handed out is ready."""
-        part, size = self.partition(number), self._size(number)
+        part, size = self.partition(number), self._get_partition_size(number)
         return size is not None and part.num_done + part.num_held + part.num_ready >= size
 
     def front_ready(self, number: int, num_rows: int) -> bool:
@@ -1075,7 +1075,7 @@ class TaskState:
 
     # Private
 
-    def _wanted(self, number: int, row: Row) -> bool:
+    def _is_row_wanted(self, number: int, row: Row) -> bool:
         leases = self.leases
         return (
             row.left & self.bit != 0
@@ -1085,26 +1085,26 @@ class TaskState:
             and number not in leases.fencing
         )
 
-    def _resurrected(self, number: int) -> TaskPartition:
+    def _reopen_partition(self, number: int) -> TaskPartition:
         """Return the partition, reopened if it was over, since one of its rows is not done any more."""
         if number in self._finished:
             self._finished.discard(number)
-            self.partition(number).num_done += self._size(number) or 0
+            self.partition(number).num_done += self._get_partition_size(number) or 0
         return self.partition(number)
 
     def _row_of_group_done(self, part: TaskPartition, row: Row) -> None:
         part.mark_done(row)
-        self._list(row.partition, part)
+        self._list_partition(row.partition, part)
         self.changed.add(row.partition)
 
-    def _size(self, number: int) -> int | None:
+    def _get_partition_size(self, number: int) -> int | None:
         info = self._table.partitions.get(number)
         return None if info is None else info.num_rows
 
     def _may_take(self, number: int, part: TaskPartition) -> bool:
         return part.num_ready > 0 and (not self.spec.barrier or self.rest_ready(number))
 
-    def _list(self, number: int, part: TaskPartition) -> None:
+    def _list_partition(self, number: int, part: TaskPartition) -> None:
         if not part.listed and self._may_take(number, part):
             part.listed = True
             heapq.heappush(self.ready_partitions, number)
@@ -1166,14 +1166,14 @@ class Losses:
         self.acked.setdefault(_part(number), set()).add(number)
         self.changed.add(_part(number))
 
-    def back(self, number: int) -> None:
+    def note_put_again(self, number: int) -> None:
         """A row was put again; losing it once more counts as another loss."""
         self.lost.get(_part(number), set()).discard(number)
         self._reported.pop(number, None)
 
     def end(self, number: int) -> None:
         """Forget a row that was finished or removed."""
-        self.back(number)
+        self.note_put_again(number)
         self.acked.get(_part(number), set()).discard(number)
         if number in self._noted.get(_part(number), ()):
             self.changed.add(_part(number))
@@ -1184,7 +1184,7 @@ class Losses:
         undecided, self.undecided = self.undecided, {}
         return undecided
 
-    def report(self, rows: Iterable[int]) -> list[int]:
+    def report_rows(self, rows: Iterable[int]) -> list[int]:
         """Note that these rows must be put again; returns those that were not reported yet."""
         new = [number for number in rows if number not in self._reported]
         if new:
@@ -1206,7 +1206,7 @@ class Losses:
 
     # What is durable
 
-    def take(self) -> dict[int, list[int]]:
+    def take_changed_parts(self) -> dict[int, list[int]]:
         """Return, for each part that changed since the last call, the rows that its record must hold."""
         changed, self.changed = self.changed, set()
         for part in changed:
@@ -1227,16 +1227,16 @@ class TaskGraph:
         self._inputs = {table.task_bit(spec.name): table.column_bits(spec.inputs) for spec in tasks}
         self.known = dict(self._declared)  # task -> columns that it declares, or was seen to write for some row
 
-    def learn(self, task: str, columns: Iterable[str]) -> None:
+    def learn_outputs(self, task: str, columns: Iterable[str]) -> None:
         self.known[self._table.task_bit(task)] |= self._table.column_bits(columns)
 
-    def outputs(self, tasks: int) -> int:
+    def outputs_of(self, tasks: int) -> int:
         mask = 0
         for task, outputs in self.known.items():
             mask |= outputs if tasks & task else 0
         return mask
 
-    def upstream(self, task: int) -> int:
+    def upstream_of(self, task: int) -> int:
         """Return the tasks that wrote, directly or indirectly, what `task` reads."""
         found, read = 0, self._inputs[task]
         while True:
@@ -1494,7 +1494,7 @@ class RowTable:
         self.rows.update(rows)
         info = self.partition(partition)
         info.num_live += len(rows)
-        info.has(number for number, _ in rows)
+        info.remove_lacking(number for number, _ in rows)
         info.numbers += [number for number, _ in rows]
         num_bytes = sum([row.num_bytes for _, row in rows])
         self.num_bytes += num_bytes
@@ -1504,9 +1504,9 @@ class RowTable:
             task.rows_created(partition, rows)
             for number, row in rows if task.leases.fencing else ():
                 if number in task.leases.fencing and row.left & task.bit:
-                    self._fence(task, [number], counts=False)
+                    self._fence_rows(task, [number], counts=False)
         for number in [number for number, row in rows if not row.left]:
-            self._finish(number)
+            self._finish_row(number)
 
     def _revive(self, number: int, row: Row, put: Row, *, values_kept: bool) -> int:
         """A lost row is somewhere again, as `put` describes; returns the tasks (bits) that stay done with it.
@@ -1524,12 +1524,12 @@ class RowTable:
         row.group, row.group_size, row.written, row.tokens = put.group, put.group_size, put.written, put.tokens
         self._move(row, put.unit, put.num_bytes)
         row.to(_WITHHELD if self._is_leaving(row) else put.unit.row_state)
-        self.losses.back(number)
+        self.losses.note_put_again(number)
         for task in self.tasks.values():
             if reopened & task.bit:
                 task.row_reopened(number, row)
         for name in self.task_names(newly):
-            self._done(name, number, row)
+            self._finish_task(name, number, row)
         # The last task may just have finished it.
         if number in self.rows:
             self._resume_leases(number, row)
@@ -1537,14 +1537,14 @@ class RowTable:
 
     def _resume_leases(self, number: int, row: Row) -> None:
         for task in self.tasks.values():
-            lease = task.leases.holder(number)
+            lease = task.leases.find_lease(number)
             # This holder read the lost values, and cannot continue with the new ones: void its lease behind a fence.
             if lease is not None and lease.readers and not task.spec.keeps_leases:
                 task.void_rows(lease.token, [number])
                 task.leases.owe_fence([number])
             if number in task.leases.fencing:
-                self._fence(task, [number], counts=False)
-            task.refresh(number, row)
+                self._fence_rows(task, [number], counts=False)
+            task.refresh_row(number, row)
             task.changed.add(row.partition)
 
     def _finished_again(self, number: int, row: Row) -> None:
@@ -1555,7 +1555,7 @@ class RowTable:
         # The row was finished before this start, so its group was unknown until now.
         info.nameless.discard(number)
         for task in self.tasks.values():
-            if not task.over(row.partition):
+            if not task.is_partition_over(row.partition):
                 task.done_before(row)
 
     def _rows_put(self, event: RowsCreated) -> list[tuple[int, Row]]:
@@ -1614,7 +1614,7 @@ class RowTable:
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
         written = self.column_bits(event.columns)
         if written & ~self.graph.known[bit]:
-            self.graph.learn(event.task, event.columns)
+            self.graph.learn_outputs(event.task, event.columns)
         grown = event.num_bytes // max(1, len(event.rows))
         partitions = set()
         for k, number in enumerate(event.rows):
@@ -1622,12 +1622,12 @@ class RowTable:
             if row is None or not row.left & bit or row.unit.name != event.unit or row.state is _LOST:
                 continue
             self._grow(row, written, event.tokens[k] if event.tokens else 0, grown)
-            self._done(event.task, number, row)
+            self._finish_task(event.task, number, row)
             partitions.add(row.partition)
             if row.left:
                 for task in self.tasks.values():
                     if task.inputs & written:
-                        task.refresh(number, row)
+                        task.refresh_row(number, row)
         self._drop_finished_of(event.task, partitions)
         # A holder of a lost row may put its outputs where the row is put again, before that was confirmed.
         for k, number in enumerate(event.rows) if self.announced else ():
@@ -1644,13 +1644,13 @@ class RowTable:
         for number in numbers:
             row = self.rows.get(number)
             if row is not None and row.left & self.bits[task]:
-                self._done(task, number, row)
+                self._finish_task(task, number, row)
                 partitions.add(row.partition)
         self._drop_finished_of(task, partitions)
 
     def mark_lost_done(self, task: str, numbers: Iterable[int]) -> None:
         """Mark lost rows done on the word of another controller."""
-        bit, outputs = self.task_bit(task), self.graph.outputs(self.task_bit(task))
+        bit, outputs = self.task_bit(task), self.graph.outputs_of(self.task_bit(task))
         # Rows that were put again in the meantime are judged by what was put.
         lost = [n for n in numbers if n in self.rows and self.rows[n].lost and self.rows[n].left & bit]
         for number in lost:
@@ -1710,7 +1710,7 @@ class RowTable:
         row.unit.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def _done(self, name: str, number: int, row: Row) -> None:
+    def _finish_task(self, name: str, number: int, row: Row) -> None:
         row.left &= ~self.bits[name]
         if row.state is _LOST:
             self.losses.ack(number)
@@ -1718,10 +1718,10 @@ class RowTable:
         if task is not None:
             task.row_done(number, row)
         if not row.left:
-            self._finish(number)
+            self._finish_row(number)
 
-    def _finish(self, number: int) -> None:
-        row = self._drop(number, RowState.FINISHED)
+    def _finish_row(self, number: int) -> None:
+        row = self._drop_row(number, RowState.FINISHED)
         self._note_finished(row.partition, [number])
 
     def _note_finished(self, partition: int, numbers: Collection[int]) -> PartitionRows:
@@ -1729,7 +1729,7 @@ class RowTable:
         info = self.partition(partition)
         info.num_finished += len(numbers)
         info.finished.update(numbers)
-        info.has(numbers)
+        info.remove_lacking(numbers)
         self._newly_finished.setdefault(partition, RowSet()).update(numbers)
         return info
 
@@ -1748,12 +1748,12 @@ class RowTable:
         self.losses.look_again(lost)
         here = [number for number in taken if not self.rows[number].lost]
         if here:
-            self._fence(task, here, counts=counts)
+            self._fence_rows(task, here, counts=counts)
 
     def fence_holds(self, event: Fenced) -> None:
         """A unit refuses late puts: the fence's rows are ready again, in their old place in the order."""
         task = self.tasks.get(event.task)
-        fencing = None if task is None else task.leases.fenced(event.token)
+        fencing = None if task is None else task.leases.confirm_fence(event.token)
         if task is None or fencing is None:
             return
         for number in fencing.rows:
@@ -1764,10 +1764,10 @@ class RowTable:
                 task.leases.owe_fence([number])
             if fencing.counts:
                 task.num_released += 1
-                times = task.leases.returned(number)
+                times = task.leases.count_return(number)
                 if 0 < task.spec.max_deliveries <= times:
                     self._withhold_group(row, RemovalCause(event.task, times))
-            task.refresh(number, row)
+            task.refresh_row(number, row)
 
     def fence_void_leases(self, task: TaskState, units: Iterable[str]) -> dict[int, str]:
         """Make units refuse puts under every lease so far except the live ones; returns fence token -> unit."""
@@ -1776,11 +1776,11 @@ class RowTable:
         self.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
         return fences
 
-    def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
+    def _fence_rows(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
         # One fence per unit, so that a stopped unit does not hold back the rows of the others.
         for unit, rows in self._by_unit(numbers).items():
             token = self.new_token()
-            task.leases.fence(token, Fencing(rows, counts))
+            task.leases.fence_rows(token, Fencing(rows, counts))
             self.out.append(Fence(task.spec.name, token, unit, rows))
 
     # Rows leave: with their groups (dead letter, filtered), cleared, or taken back
@@ -1898,9 +1898,9 @@ class RowTable:
         row = self.rows[number]
         for task in self.tasks.values():
             task.row_removed(number, row, may_return=may_return)
-        self._drop(number, RowState.REMOVED)
+        self._drop_row(number, RowState.REMOVED)
 
-    def _drop(self, number: int, state: RowState) -> Row:
+    def _drop_row(self, number: int, state: RowState) -> Row:
         """Take a finished or removed row out of the table."""
         if self.losses.lost or self.losses.acked:  # skip the lookups as long as nothing was ever lost
             self.losses.end(number)
@@ -1966,7 +1966,7 @@ class RowTable:
             row = self.rows[number]
             if row.state is not _WITHHELD:
                 row.to(unit.row_state)
-            self._moved(number, row)
+            self._note_moved(number, row)
 
     def lose_unit(self, unit: UnitLife) -> None:
         """A unit is gone, with its announcements and rows; look again at ranks that wait for a slice with some."""
@@ -1983,7 +1983,7 @@ class RowTable:
                 self._remove_with_group([number])
                 continue
             row.to(_LOST)
-            self._moved(number, row)
+            self._note_moved(number, row)
 
     def count_finished(self, partition: int, rows: Iterable[int]) -> None:
         """Count rows that were finished before this controller met their unit, or before it started."""
@@ -2101,7 +2101,7 @@ class RowTable:
             row = self.rows[number]
             self._move(row, self._nowhere, row.num_bytes)
             row.to(_LOST)
-            self._moved(number, row)
+            self._note_moved(number, row)
         self.losses.lose(numbers)
 
     def _move(self, row: Row, unit: UnitLife, num_bytes: int) -> None:
@@ -2113,7 +2113,7 @@ class RowTable:
         unit.num_rows += 1
         unit.num_bytes += num_bytes
 
-    def _moved(self, number: int, row: Row) -> None:
+    def _note_moved(self, number: int, row: Row) -> None:
         """Where a row is changed: refresh it for the tasks, and for a rank that waits for a slice with it."""
         self._refresh(number, row)
         for task in self.tasks.values():
@@ -2122,7 +2122,7 @@ class RowTable:
 
     def _refresh(self, number: int, row: Row) -> None:
         for task in self.tasks.values():
-            task.refresh(number, row)
+            task.refresh_row(number, row)
 
     def _at_unit(self, unit: UnitLife) -> list[int]:
         """Return the rows of a unit's life; scans all rows, which is rare enough."""
@@ -2141,7 +2141,7 @@ class RowTable:
 
     def report_losses(self) -> None:
         """Have the recently lost rows put again that some task still needs."""
-        new = self.losses.report(self._needed())
+        new = self.losses.report_rows(self._needed())
         if new:  # their unit's fences were lost with it
             units = {self.rows[number].unit.name for number in new} - {""} | self.units.keys()
             for task in self.tasks.values():
@@ -2163,7 +2163,7 @@ class RowTable:
 
     def take_changed_losses(self) -> dict[int, list[RowRecords]]:
         """Return, for each part that changed since the last call, the rows that its durable record must hold."""
-        return {part: self._records_of(rows) for part, rows in self.losses.take().items()}
+        return {part: self._records_of(rows) for part, rows in self.losses.take_changed_parts().items()}
 
     def adopt_losses(self, losses: Iterable[UnitLoss]) -> None:
         """Take over another controller's losses, for lives of units that this one never met."""
@@ -2189,12 +2189,12 @@ class RowTable:
             row = self.rows.get(number)
             if row is None or not row.lost:
                 continue
-            if wanted or any(self._needs(name, number) for name in self.task_names(row.left)):
+            if wanted or any(self._needs_row(name, number) for name in self.task_names(row.left)):
                 yield number
 
-    def _needs(self, name: str, number: int) -> bool:
+    def _needs_row(self, name: str, number: int) -> bool:
         task = self.tasks.get(name)
-        lease = None if task is None else task.leases.holder(number)
+        lease = None if task is None else task.leases.find_lease(number)
         # Not needed: a row whose only open tasks are trainers that have already read it.
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
@@ -2246,7 +2246,7 @@ class RowTable:
             return
         info.nameless = RowSet()
         for task in self.tasks.values():
-            if task.spec.whole_groups and not task.over(partition):
+            if task.spec.whole_groups and not task.is_partition_over(partition):
                 task.partition(partition).recount_groups(self.numbers(partition))
                 task.partition_sized(partition)
 

@@ -125,18 +125,19 @@ class ControlState:
                 will never fit into the queue.
             LeaseFenced: a lease is void. After any error nothing has changed.
         """
-        self._apply(event, request)
-        # The order matters: draining needs the last puts and the end of recovery, and `wake` serves what these opened.
+        self._apply_event(event, request)
+        # The order matters: draining needs the last puts and the end of recovery, and `retry_parked` serves what these
+        # opened.
         self._puts.admit_waiting()
         self._end_recovery()
-        self._drain()
-        self._fetches.wake()
+        self._drain_partitions()
+        self._fetches.retry_parked()
         if self.table.losses.undecided and (self._recovery is None or not self._recovery.collecting):
             self.table.report_losses()
         out, self.table.out = self.table.out, []
         return out
 
-    def _apply(self, event: Event, request: int) -> None:
+    def _apply_event(self, event: Event, request: int) -> None:
         table = self.table
         match event:
             case RowsCreated():
@@ -146,19 +147,19 @@ class ControlState:
             case OutputsWritten():
                 table.write_outputs(event)
             case RowsRemoved():
-                self._puts.cancel(event.unit, set(event.rows))
+                self._puts.cancel_puts(event.unit, set(event.rows))
                 table.remove_rows(event)
             case ClearPartition():
                 table.clear_if_empty(event.partition)
                 if self._recovery is not None:
-                    self._recovery.cleared(event.partition)
+                    self._recovery.clear_partition(event.partition)
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
-                self._fetches.add(request, event)
+                self._fetches.add_fetch(request, event)
             case Release() | AckLost():
                 table.task_bit(event.task)
                 if self._recovery is not None and self._recovery.collecting:
-                    self._recovery.defer(event)
+                    self._recovery.defer_event(event)
                 else:
                     self._end_lease(event)
             case OpenPartition():
@@ -176,7 +177,7 @@ class ControlState:
             case CloseWriting():
                 self._puts.closed = True
             case DeadlinePassed():
-                self._expire(event.request)
+                self._expire_request(event.request)
             case RowsFinished():
                 table.count_finished(event.partition, event.rows)
                 table.drop_finished(event.partition)
@@ -191,15 +192,15 @@ class ControlState:
                     table.mark_lost_done(name, rows)
             case TasksWrite():
                 for name, columns in event.outputs.items():
-                    table.graph.learn(name, columns)
+                    table.graph.learn_outputs(name, columns)
             case Fenced():
                 table.fence_holds(event)
                 if self._recovery is not None:
-                    self._recovery.fenced(event.token)
+                    self._recovery.confirm_fence(event.token)
             case _:
-                self._meet(event, request)
+                self._handle_peer_event(event, request)
 
-    def _meet(
+    def _handle_peer_event(
         self,
         event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
         request: int,
@@ -207,20 +208,20 @@ class ControlState:
         """Units and consumers come and go."""
         match event:
             case RegisterUnit():
-                self._puts.cancel(event.unit)
+                self._puts.cancel_puts(event.unit)
                 reply = self.table.register_unit(event)
                 self._missing_units.discard(event.unit)
                 self.table.out.append(Answer(request, reply))
                 if self._recovery is not None:
-                    self._recovery.registered(event.unit)
+                    self._recovery.note_registered(event.unit)
             case Join():
-                self._join(event, request)
+                self._join_owner(event, request)
             case OwnerGone():
-                self._leave(event.owner)
+                self._drop_owner(event.owner)
             case OwnerWrites():
-                self._reasons.writes(event.owner, event.columns)
+                self._reasons.note_writer(event.owner, event.columns)
             case UnitGone():
-                self._puts.cancel(event.unit)
+                self._puts.cancel_puts(event.unit)
                 if event.unit in self.table.units:
                     self.table.set_online(self.table.units[event.unit], online=False)
             case UnitLost():
@@ -228,9 +229,9 @@ class ControlState:
                 if unit is not None and not unit.online:
                     self.table.lose_unit(unit)
             case RecoveryDeadline():
-                self._rebuild()
+                self._rebuild_leases()
         if self._recovery is not None and self._recovery.collected:
-            self._rebuild()
+            self._rebuild_leases()
 
     # Questions
 
@@ -252,7 +253,7 @@ class ControlState:
         """Return the units that are up -> bytes of live rows that they hold."""
         return {name: unit.num_bytes for name, unit in self.table.units.items() if unit.online}
 
-    def away(self) -> list[str]:
+    def list_away_units(self) -> list[str]:
         """Return the units that are down but may come back with their rows."""
         known = {name for name, unit in self.table.units.items() if not unit.online}
         return sorted(known | self._missing_units)
@@ -314,7 +315,7 @@ class ControlState:
         """
         return self.table.take_changed_losses()
 
-    def losses(self) -> list[UnitLoss]:
+    def list_losses(self) -> list[UnitLoss]:
         """Return the content of `TellLost`: lost rows by life of their unit."""
         return self.table.losses_by_life()
 
@@ -334,11 +335,11 @@ class ControlState:
         else:
             self.table.release_rows(task, event.token, event.rows, counts=not event.fenced)
 
-    def _join(self, event: Join, request: int) -> None:
+    def _join_owner(self, event: Join, request: int) -> None:
         void = [held.token for held in event.holds if held.token < self._oldest_token]
         event.holds = [held for held in event.holds if held.token >= self._oldest_token]
         if self._recovery is not None and self._recovery.collecting:
-            self._recovery.joined(event.owner, event.holds)
+            self._recovery.note_joined(event.owner, event.holds)
         else:
             for held in event.holds:
                 task = self.table.tasks.get(held.task)
@@ -350,42 +351,42 @@ class ControlState:
                     void.append(held.token)
         self.table.out.append(Answer(request, Joined(void)))
 
-    def _leave(self, owner: str) -> None:
-        self._fetches.leave(owner)
-        self._reasons.leave(owner)
+    def _drop_owner(self, owner: str) -> None:
+        self._fetches.drop_owner(owner)
+        self._reasons.drop_owner(owner)
         if self._recovery is not None and self._recovery.collecting:
-            self._recovery.gone(owner)
+            self._recovery.drop_owner(owner)
         for task in self.table.tasks.values():
             if not task.spec.keeps_leases:
-                for lease in task.leases.leave(owner):
+                for lease in task.leases.drop_owner(owner):
                     self.table.release_rows(task, lease.token)
 
     # Waiting
 
-    def _expire(self, request: int) -> None:
-        if self._puts.expire(request, self._reasons.blocking):
+    def _expire_request(self, request: int) -> None:
+        if self._puts.expire_put(request, self._reasons.find_blocking_task):
             return
         if self.table.losses.watchers.pop(request, None) is not None:
             self.table.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
         else:
-            self._fetches.expire(request)
+            self._fetches.expire_request(request)
 
-    def _drain(self) -> None:
+    def _drain_partitions(self) -> None:
         """Closed for writing and the last puts are in: size the open partitions by the rows that are there."""
         if self._fetches.drained or self._recovery is not None or self._missing_units or not self._puts.drained:
             return
         for number, info in self.table.partitions.items():
             if info.declared is None and not self._fetches.stopped:
                 self.table.open_partition(number, info.num_live + info.num_finished + len(info.removed))
-        self._fetches.drain()
+        self._fetches.drain_tasks()
 
     # Recovery
 
-    def _rebuild(self) -> None:
+    def _rebuild_leases(self) -> None:
         if self._recovery is None or not self._recovery.collecting:
             return
-        self._recovery.rebuild()
-        for event in self._recovery.deferred():
+        self._recovery.rebuild_leases()
+        for event in self._recovery.take_deferred():
             with contextlib.suppress(PeerRefused, LeaseFenced):  # void: its sender finds out on its own
                 self._end_lease(event, promised=True)
 
@@ -456,7 +457,7 @@ class PutQueue:
             else:
                 self._table.out.append(Answer(first, self._table.create_rows(event)))
 
-    def expire(self, request: int, because: Callable[[], str]) -> bool:
+    def expire_put(self, request: int, because: Callable[[], str]) -> bool:
         """Refuse a put that waited long enough; returns whether there was one."""
         put = self.waiting.pop(request, None)
         if put is not None:
@@ -465,7 +466,7 @@ class PutQueue:
             self._table.out.append(Answer(request, error))
         return put is not None
 
-    def cancel(self, unit: str, rows: set[int] | None = None) -> None:
+    def cancel_puts(self, unit: str, rows: set[int] | None = None) -> None:
         """Drop parked puts of a unit (with rows: those that name one): they will be told again, or were taken back."""
         for request, put in list(self.waiting.items()):
             if put.unit == unit and (rows is None or not rows.isdisjoint(put.rows)):
@@ -528,11 +529,11 @@ class Recovery:
             return " ".join(sorted(self._units | self._owners))
         return f"fences at {' '.join(sorted(self._fencing))}"
 
-    def registered(self, unit: str) -> None:
+    def note_registered(self, unit: str) -> None:
         self._units.discard(unit)
         self._all_units.add(unit)
 
-    def joined(self, owner: str, holds: list[Held]) -> None:
+    def note_joined(self, owner: str, holds: list[Held]) -> None:
         """Take in a consumer's leases, and stop waiting for the consumer."""
         self._owners.discard(owner)
         earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
@@ -542,7 +543,7 @@ class Recovery:
                 one.rows = sorted({*one.rows, *before.rows})
         self._holds[owner] = [*holds, *earlier.values()]
 
-    def defer(self, event: AckLost | Release) -> None:
+    def defer_event(self, event: AckLost | Release) -> None:
         """Keep an ack or release until the leases are rebuilt.
 
         Raises:
@@ -553,11 +554,11 @@ class Recovery:
             raise PeerRefused(f"the controller was restarted and waits for {self.waiting_for}; ack again")
         self._later.append(event)
 
-    def deferred(self) -> list[AckLost | Release]:
+    def take_deferred(self) -> list[AckLost | Release]:
         later, self._later = self._later, []
         return later
 
-    def gone(self, owner: str) -> None:
+    def drop_owner(self, owner: str) -> None:
         """Drop what a departed consumer held; trainers keep their leases."""
         self._owners.discard(owner)
         holds = self._holds.pop(owner, ())
@@ -569,23 +570,23 @@ class Recovery:
         """Whether a departed consumer is a trainer with leases; other consumers lose theirs."""
         return bool(self._holds.get(owner))
 
-    def cleared(self, partition: int) -> None:
+    def clear_partition(self, partition: int) -> None:
         """Forget holds of a cleared partition's rows."""
         for owner, holds in self._holds.items():
             self._holds[owner] = [one for one in holds if one.partition != partition]
 
-    def rebuild(self) -> None:
+    def rebuild_leases(self) -> None:
         """Stop waiting: restore leases and rounds, and fence all other leases."""
         self._collecting = False
         for name, task in self._table.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
-            self._restore(task, held)
+            self._restore_leases(task, held)
             # Any lease of the earlier incarnation that nobody claimed may still have a writer.
             task.leases.some_void = True
             self._fences |= self._table.fence_void_leases(task, self._all_units)
         self._holds.clear()
 
-    def fenced(self, token: int) -> None:
+    def confirm_fence(self, token: int) -> None:
         self._fences.pop(token, None)
 
     @property
@@ -593,7 +594,7 @@ class Recovery:
         units = self._table.units
         return {unit for unit in self._fences.values() if unit in units and units[unit].online}
 
-    def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
+    def _restore_leases(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
         """Give each row to the consumer with the newest token for it."""
         newest: dict[int, int] = {}
         for _, one in held:
@@ -605,30 +606,30 @@ class Recovery:
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))
         for owner, one in sorted(held, key=lambda item: item[1].token):
-            rows = [number for number in one.rows if newest[number] == one.token and self._undone(task, number)]
+            rows = [number for number in one.rows if newest[number] == one.token and self._is_undone(task, number)]
             if one.token in task.leases.by_token:
                 task.leases.read(one.token, owner)
             elif rows:
-                self._hold(task, one, owner, rows)
+                self._hold_rows(task, one, owner, rows)
             if one.round_index >= 0:
-                self._assigners[task.spec.name].restore(one, owner)
+                self._assigners[task.spec.name].restore_slice(one, owner)
 
-    def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
+    def _hold_rows(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         for number in rows:
             row = self._table.rows[number]
             if row.queued & task.bit:
                 task.partition(one.partition).withdraw(number, row)
         task.lease_rows(one.token, one.partition, rows, owner)
 
-    def _undone(self, task: TaskState, number: int) -> bool:
+    def _is_undone(self, task: TaskState, number: int) -> bool:
         row = self._table.rows.get(number)
         return row is not None and bool(row.left & task.bit)
 
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
         """A trainer holds rows that no unit has: they were lost, and must not be trained again."""
         # Whatever wrote the trainer's inputs was done with these rows, and its outputs are lost like the trainer's.
-        upstream = self._table.graph.upstream(task.bit)
-        left, written = self._table.every_task & ~upstream, task.inputs | self._table.graph.outputs(upstream)
+        upstream = self._table.graph.upstream_of(task.bit)
+        left, written = self._table.every_task & ~upstream, task.inputs | self._table.graph.outputs_of(upstream)
         for number in one.rows:
             row = Row(UnitLife(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
             self._table.add_lost(number, row)

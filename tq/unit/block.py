@@ -3,8 +3,8 @@
     block of rows 7 8 9:   | values of `responses` | lengths | values of `rewards` |     rows are positions 0 1 2
 
 A block is immutable and goes as a whole, so one surviving row would hold all of it; to avoid this the survivors move to
-their own block (`BlockStore.compact`). `BlockAccounting` is used under the unit's lock; `BlockStore` does I/O and never
-takes that lock.
+their own block (`BlockStore.compact_block`). `BlockAccounting` is used under the unit's lock; `BlockStore` does I/O and
+never takes that lock.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError, one_line
-from asyncflow.transport.frame import Payload, Piece
+from asyncflow.transport.frame import Payload, PayloadPiece
 from tq.backends.backend import Backend
 from tq.columns import Int64s
 from tq.stored_column import StoredColumn
@@ -80,7 +80,7 @@ class BlockStore:
         self._token_columns = token_columns
         self._numbers = itertools.count()
 
-    def add(self, rows: Sequence[int], headers: Sequence[ColumnHeader], payload: Tensor) -> Block | None:
+    def add_block(self, rows: Sequence[int], headers: Sequence[ColumnHeader], payload: Tensor) -> Block | None:
         """Keep a put's payload, not accounted for yet; None when it has no columns.
 
         Raises PeerRefused for a column with another number of rows, TransportError for a bad payload or backend.
@@ -123,9 +123,9 @@ class BlockStore:
             columns = unpack_stored(block.headers, payload)
         return columns
 
-    def describe(
+    def describe_rows(
         self, parts: Mapping[str, Sequence[Part]], *, wide: bool
-    ) -> tuple[list[ColumnHeader], list[list[Piece]]]:
+    ) -> tuple[list[ColumnHeader], list[list[PayloadPiece]]]:
         """Describe rows of pinned blocks: a header and the pieces of each column."""
         opened: dict[Block, Columns] = {}
         headers, pieces = [], []
@@ -140,16 +140,16 @@ class BlockStore:
             pieces.append(column_pieces)
         return headers, pieces
 
-    def compact(self, block: Block, positions: Sequence[int]) -> Block | None:
+    def compact_block(self, block: Block, positions: Sequence[int]) -> Block | None:
         """Copy some rows of a pinned block into their own one; raises TransportError when a backend fails."""
         parts = {header.name: [(block, positions)] for header in block.headers}
-        headers, pieces = self.describe(parts, wide=False)
+        headers, pieces = self.describe_rows(parts, wide=False)
         payload = Payload([piece for column in pieces for piece in column])
         copied = torch.empty(payload.num_bytes, dtype=torch.uint8)
         payload.write(copied)
-        return self.add([block.rows[position] for position in positions], headers, copied)
+        return self.add_block([block.rows[position] for position in positions], headers, copied)
 
-    def spill(self, block: Block) -> bool:
+    def spill_block(self, block: Block) -> bool:
         """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: it failed (logged)."""
         assert self.spill_home is not None
         try:
@@ -161,7 +161,7 @@ class BlockStore:
             return False
         return True
 
-    def delete(self, blocks: Sequence[Block]) -> None:
+    def delete_blocks(self, blocks: Sequence[Block]) -> None:
         """Forget blocks. A backend that does not answer is only logged: its leftovers go with the next start."""
         by_home: dict[Backend, list[str]] = {}
         for block in blocks:
@@ -218,39 +218,39 @@ class BlockAccounting:
         self._thin: dict[Block, None] = {}
         self._resting: dict[Block, None] = {}
 
-    def add(self, block: Block) -> None:
+    def add_block(self, block: Block) -> None:
         """Account for a new block, which all its rows need."""
         block.alive = len(block.rows)
         block.alive_bytes = block.value_bytes
         self.num_bytes += block.num_bytes
-        self._classify(block)
+        self._classify_block(block)
 
-    def retain(self, places: Iterable[Place]) -> None:
+    def retain_places(self, places: Iterable[Place]) -> None:
         """A row only waits for a checkpoint from now on."""
         for block, position in places:
             block.retained += 1
             self.retained_bytes += block.row_bytes[position]
-            self._classify(block)
+            self._classify_block(block)
 
-    def release(self, places: Iterable[Place], *, retained: bool) -> None:
+    def release_places(self, places: Iterable[Place], *, retained: bool) -> None:
         for block, position in places:
             block.alive -= 1
             block.alive_bytes -= block.row_bytes[position]
             if retained:
                 block.retained -= 1
                 self.retained_bytes -= block.row_bytes[position]
-            self._classify(block)
+            self._classify_block(block)
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """A reader needs these blocks outside the lock."""
         for block in blocks:
             block.pins += 1
 
-    def unpin(self, blocks: Iterable[Block]) -> None:
+    def unpin_blocks(self, blocks: Iterable[Block]) -> None:
         """The reader is done; the blocks may be freed."""
         for block in blocks:
             block.pins -= 1
-            self._classify(block)
+            self._classify_block(block)
 
     @property
     def has_gone(self) -> bool:
@@ -289,7 +289,7 @@ class BlockAccounting:
         self.pin(chosen)
         return chosen
 
-    def spilled(self, block: Block, home: Backend) -> bool:
+    def mark_spilled(self, block: Block, home: Backend) -> bool:
         """A pinned block was copied to disk. False: another reader needs it now, so it stays where it was."""
         if block.pins > 1 or block.alive == 0:
             return False
@@ -298,22 +298,22 @@ class BlockAccounting:
         self.spilled_bytes += block.num_bytes
         return True
 
-    def moved(self, old: Block, new: Block, positions: Sequence[int], rows: Mapping[int, PlacedRow]) -> None:
+    def mark_moved(self, old: Block, new: Block, positions: Sequence[int], rows: Mapping[int, PlacedRow]) -> None:
         """The survivors of `old` (pinned) are in `new` (not accounted for yet); `positions` are theirs in `old`."""
-        self.add(new)
+        self.add_block(new)
         for position, number in enumerate(new.rows):
             row = rows.get(number)
             here = row is not None and row.places.get(next(iter(new.names))) == (old, positions[position])
             if row is None or not here:  # the row went while it was copied
-                self.release([(new, position)], retained=False)
+                self.release_places([(new, position)], retained=False)
                 continue
             for name in new.names:
                 row.places[name] = (new, position)
             if row.retained:
-                self.retain([(new, position)])
-            self.release([(old, positions[position])], retained=row.retained)
+                self.retain_places([(new, position)])
+            self.release_places([(old, positions[position])], retained=row.retained)
 
-    def _classify(self, block: Block) -> None:
+    def _classify_block(self, block: Block) -> None:
         if block.alive == 0:
             self._thin.pop(block, None)
             self._resting.pop(block, None)

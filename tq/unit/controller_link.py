@@ -43,10 +43,10 @@ class Host(Protocol):
     def inventory(self) -> RegisterUnit:
         """Return what the unit holds now."""
 
-    def accepted(self, reply: UnitAccepted) -> Completions:
+    def note_accepted(self, reply: UnitAccepted) -> Completions:
         """A controller took the inventory."""
 
-    def registered(self) -> bool:
+    def is_registered(self) -> bool:
         """Whether any controller has taken an inventory."""
 
 
@@ -99,7 +99,7 @@ class ControllerLink:
         self._stopping = threading.Event()
         self._threads = [
             threads.start(self._keep_connected, name=f"link-{controller}"),
-            threads.start(self._send, name=f"tell-{controller}"),
+            threads.start(self._send_notices, name=f"tell-{controller}"),
         ]
 
     @property
@@ -112,7 +112,7 @@ class ControllerLink:
         """Whether a change must be told: the controller has an inventory, or is about to get one; lock held."""
         return self._counts_always or self.registered or self._connection is not None
 
-    def notify(self, message: Message, timeout_s: float) -> "Future[Any]":
+    def notify_controller(self, message: Message, timeout_s: float) -> "Future[Any]":
         """Tell the controller. The unit's lock is held, so this follows the state change that it reports.
 
         The future holds the answer, or None when an inventory that covers the message was taken instead. It fails with
@@ -122,12 +122,12 @@ class ControllerLink:
         if self._stopping.is_set():
             notice.future.set_exception(TransportError(f"{self._unit} is closing"))
             return notice.future
-        notice.timer = self._timers.after(timeout_s, partial(self._expire, notice, timeout_s))
+        notice.timer = self._timers.call_later(timeout_s, partial(self._expire_notice, notice, timeout_s))
         self._notices[notice] = None
         self._outbox.append(notice)
         return notice.future
 
-    def flush(self, *, here: bool) -> None:
+    def flush_notices(self, *, here: bool) -> None:
         """Send the notices, in order; the unit's lock is not held.
 
         `here`: in this thread, which saves waking another one. Not from a thread that receives answers: a controller
@@ -135,7 +135,7 @@ class ControllerLink:
         """
         if not here:
             with self._lock:
-                self.wake()
+                self.wake_sender()
             return
         while self._waiting() and self._sending.acquire(blocking=False):  # otherwise the holder looks again
             try:
@@ -144,7 +144,7 @@ class ControllerLink:
             finally:
                 self._sending.release()
 
-    def wake(self) -> None:
+    def wake_sender(self) -> None:
         """Have the sending thread send the notices; lock held."""
         self._work.notify()
 
@@ -160,12 +160,12 @@ class ControllerLink:
             and (wanted is None or not wanted.isdisjoint(notice.message.rows))
         ]
 
-    def forget(self) -> Completions:
+    def forget_controller(self) -> Completions:
         """Stop waiting for a controller that was never up: let all notices pass; lock held."""
         if self.counts:
             return []
         self._outbox.clear()
-        return [settled for notice in list(self._notices) for settled in self._pop(notice, None)]
+        return [settled for notice in list(self._notices) for settled in self._pop_notice(notice, None)]
 
     def close(self) -> None:
         """Stop; idempotent. Unconfirmed notices fail."""
@@ -174,7 +174,7 @@ class ControllerLink:
             connection = self._connection
             self._work.notify_all()
             error = TransportError(f"{self._unit} is closing")
-            settled = [one for notice in list(self._notices) for one in self._pop(notice, error)]
+            settled = [one for notice in list(self._notices) for one in self._pop_notice(notice, error)]
         complete(settled)
         if connection is not None:
             connection.close()
@@ -200,7 +200,7 @@ class ControllerLink:
                     logger.info("%s: waits for %s (%s)", self._unit, self.controller, error)
                 told, up = True, False
             else:
-                up = self._register(connection)
+                up = self._register_unit(connection)
                 if up:
                     logger.info("%s: registered with %s", self._unit, self.controller)
                     connection.wait_closed()
@@ -212,11 +212,11 @@ class ControllerLink:
     def _put_down(self, connection: Connection) -> None:
         with self._lock:
             self._connection = None
-            settled = self.forget() if self._host.registered() else []
+            settled = self.forget_controller() if self._host.is_registered() else []
         complete(settled)
         connection.close()
 
-    def _register(self, connection: Connection) -> bool:
+    def _register_unit(self, connection: Connection) -> bool:
         """Make the channel the one to use; returns whether the controller took the inventory."""
         accepted: Future[Any] = Future()
         with self._lock:
@@ -230,7 +230,7 @@ class ControllerLink:
             self._connection = connection
             self._work.notify()
         try:
-            self._accepted(accepted.result(self._timeout_s))
+            self._handle_accepted(accepted.result(self._timeout_s))
         except TimeoutError:
             logger.warning("%s: %s did not take the inventory in %g s", self._unit, self.controller, self._timeout_s)
             return False
@@ -239,23 +239,23 @@ class ControllerLink:
             return False
         return True
 
-    def _accepted(self, reply: UnitAccepted) -> None:
+    def _handle_accepted(self, reply: UnitAccepted) -> None:
         lost = set(reply.drop)
         with self._lock:
             self.registered = True
-            settled = self._host.accepted(reply)
+            settled = self._host.note_accepted(reply)
             for notice in [notice for notice in self._notices if notice.covered]:
                 refusal = None
                 if isinstance(notice.message, RowsCreated) and not lost.isdisjoint(notice.message.rows):
                     refusal = PutPending(f"{self.controller}: rows {sorted(lost)[:8]} are elsewhere, or just being put")
-                settled += self._pop(notice, refusal)
+                settled += self._pop_notice(notice, refusal)
         complete(settled)
 
     def _waiting(self) -> bool:
         with self._lock:
             return self._connection is not None and bool(self._outbox)
 
-    def _send(self) -> None:
+    def _send_notices(self) -> None:
         while not self._stopping.is_set():
             with self._lock:
                 while not self._stopping.is_set() and not (self._connection is not None and self._outbox):
@@ -272,15 +272,15 @@ class ControllerLink:
         try:
             answer = connection.submit(notice.message, timeout_s=self._timeout_s)
         except TransportError as error:
-            self._answered(notice, error)
+            self._settle_notice(notice, error)
         else:
-            answer.add_done_callback(partial(self._heard, notice))
+            answer.add_done_callback(partial(self._handle_reply, notice))
         return True
 
-    def _heard(self, notice: Notice, answer: "Future[Reply]") -> None:
-        self._answered(notice, answer.exception() or answer.result()[0])
+    def _handle_reply(self, notice: Notice, answer: "Future[Reply]") -> None:
+        self._settle_notice(notice, answer.exception() or answer.result()[0])
 
-    def _answered(self, notice: Notice, answer: Any) -> None:
+    def _settle_notice(self, notice: Notice, answer: Any) -> None:
         if isinstance(notice.message, RegisterUnit):
             complete([(notice.future, answer)])
             return
@@ -289,18 +289,18 @@ class ControllerLink:
             logger.debug("%s", answer)
             return
         with self._lock:
-            settled = self._pop(notice, answer)
+            settled = self._pop_notice(notice, answer)
         complete(settled)
 
-    def _expire(self, notice: Notice, timeout_s: float) -> None:
+    def _expire_notice(self, notice: Notice, timeout_s: float) -> None:
         with self._lock:
             what = type(notice.message).__name__
             state = "did not confirm" if self.registered else "has never been up to hear"
             error = DeadlineExceeded(f"{self._unit}: {self.controller} {state} {what} within {timeout_s:g} s")
-            settled = self._pop(notice, error)
+            settled = self._pop_notice(notice, error)
         complete(settled)
 
-    def _pop(self, notice: Notice, answer: Any) -> Completions:
+    def _pop_notice(self, notice: Notice, answer: Any) -> Completions:
         if notice not in self._notices:  # settled before
             return []
         del self._notices[notice]
@@ -328,7 +328,7 @@ def is_refusal(error: BaseException | None) -> bool:
 # The lead always counts. Another controller counts once it has registered this unit; with none registered, a change
 # waits for the first.
 
-Told = dict[str, "Future[Any]"]  # controller -> a future of its answer; see `ControllerLink.notify`
+Told = dict[str, "Future[Any]"]  # controller -> a future of its answer; see `ControllerLink.notify_controller`
 Outcome = list[Any] | BaseException  # all answers, or the first error
 
 
@@ -338,7 +338,7 @@ class Holdings(Protocol):
     def inventory(self, *, held: bool) -> RegisterUnit:
         """Return what the unit holds now; `held`: controllers must agree on new rows."""
 
-    def accepted(self, reply: UnitAccepted) -> None:
+    def note_accepted(self, reply: UnitAccepted) -> None:
         """A controller took the inventory, and adds what it knows."""
 
 
@@ -393,27 +393,27 @@ class ControllerLinks:
         # A commit is journalled only once all controllers know it; until then its holder acks again.
         if not isinstance(message, OutputsWritten):
             self._journal.append(message)
-        everybody = not self.registered()
+        everybody = not self.is_registered()
         return {
-            controller: link.notify(message, timeout_s)
+            controller: link.notify_controller(message, timeout_s)
             for controller, link in self._links.items()
             if everybody or link.counts
         }
 
-    def beat(self, message: Message, timeout_s: float) -> None:
+    def send_beat(self, message: Message, timeout_s: float) -> None:
         """Tell the controllers that are up; others get an inventory once they are. Lock held."""
         for link in self._links.values():
             if link.up:
-                link.notify(message, timeout_s)
-                link.wake()
+                link.notify_controller(message, timeout_s)
+                link.wake_sender()
 
-    def flush(self, *, here: bool = True) -> None:
+    def flush_notices(self, *, here: bool = True) -> None:
         for link in self._links.values():
-            link.flush(here=here)
+            link.flush_notices(here=here)
 
-    def wake(self) -> None:
+    def wake_senders(self) -> None:
         for link in self._links.values():
-            link.wake()
+            link.wake_sender()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
         """Return commits that `asker` does not know yet or, if it is no controller, that any does not know."""
@@ -430,11 +430,11 @@ class ControllerLinks:
     def inventory(self) -> RegisterUnit:
         return self._holdings.inventory(held=self.several)
 
-    def accepted(self, reply: UnitAccepted) -> Completions:
-        self._holdings.accepted(reply)
-        return [settled for link in self._links.values() for settled in link.forget()]
+    def note_accepted(self, reply: UnitAccepted) -> Completions:
+        self._holdings.note_accepted(reply)
+        return [settled for link in self._links.values() for settled in link.forget_controller()]
 
-    def registered(self) -> bool:
+    def is_registered(self) -> bool:
         return any(link.registered for link in self._links.values())
 
 
@@ -453,7 +453,7 @@ def when_all(
         return
     gathering = _Gathering(len(futures), done, tolerated)
     for k, future in enumerate(futures):
-        future.add_done_callback(partial(gathering.completed, k))
+        future.add_done_callback(partial(gathering.note_completed, k))
 
 
 def when_completed(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseException]], None]) -> None:
@@ -478,7 +478,7 @@ class _Gathering:
         self._done: Callable[[Outcome], None] | None = done
         self._tolerated = tolerated
 
-    def completed(self, k: int, future: "Future[Any]") -> None:
+    def note_completed(self, k: int, future: "Future[Any]") -> None:
         error = future.exception()
         result = future.result() if error is None else error
         if isinstance(error, self._tolerated):

@@ -137,7 +137,7 @@ class RowJournal:
         self._memory: mmap.mmap | None = None  # the file that counts
         self._end = self._limit = 0
         if self._files:
-            self._read()
+            self._read_file()
 
     def append(self, message: Change) -> None:
         """Note a change; it is kept when this returns. Raises TransportError when no memory is left."""
@@ -146,18 +146,18 @@ class RowJournal:
         if self._end > self._limit and (
             not self.open_commits or self._end > _PATIENCE * max(_LEAST_BYTES, self._limit)
         ):
-            self._rewrite()  # the inventory contains the change already; noting it twice makes no difference
+            self._rewrite_file()  # the inventory contains the change already; noting it twice makes no difference
         if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
             message = msgspec.structs.replace(message, values=b"")
         frame = _framed(message)
         end = self._end + len(frame)
         if self._memory is None or end > len(self._memory):
-            self._map(end)
+            self._map_file(end)
         assert self._memory is not None
         self._memory[self._end : end] = frame  # not a system call, which would hand the interpreter to another thread
         self._end = end
 
-    def learned(self, commits: Mapping[str, Iterable[int]]) -> None:
+    def note_commits(self, commits: Mapping[str, Iterable[int]]) -> None:
         """Note that controllers know that tasks are done with rows."""
         if commits:
             self.append(confirmation(self._unit, commits))
@@ -166,28 +166,28 @@ class RowJournal:
         """All controllers know about the earlier lives, durably."""
         if self.earlier:
             self.earlier = []
-            self.forget()
+            self.forget_finished()
 
-    def forget(self) -> None:
+    def forget_finished(self) -> None:
         """The unit has forgotten rows that it was done with: so does the journal, now or soon."""
         self._limit = 0
         if self._files and not self.open_commits:
-            self._rewrite()
+            self._rewrite_file()
 
-    def _rewrite(self) -> None:
+    def _rewrite_file(self) -> None:
         before, after = self._files
         serial = _serial(before) + 1
-        self._cut(after)
+        self._cut_file(after)
         inventory = self._inventory()
         inventory.earlier = self.earlier
         frame = _framed(_Began(self._lineage, inventory))
         self._files = [after, before]
         self._end = _BEGIN + len(frame)
         self._limit = max(_LEAST_BYTES, 2 * self._end)
-        memory = self._map(self._limit)
+        memory = self._map_file(self._limit)
         memory[_BEGIN : self._end] = frame
         memory[_TOKEN_BYTES:_BEGIN] = _SERIAL.pack(serial)  # last: from now on this file counts
-        self._cut(before)
+        self._cut_file(before)
 
     def close(self) -> None:
         self._memory = None
@@ -195,7 +195,7 @@ class RowJournal:
         for fd in files:
             os.close(fd)
 
-    def _read(self) -> None:
+    def _read_file(self) -> None:
         life = Life()
         for message in _messages(self._files[0]):
             if isinstance(message, _Began):
@@ -204,15 +204,15 @@ class RowJournal:
                 self.earlier = message.inventory.earlier
                 life = Life(message.inventory)
             else:
-                life.apply(message)
+                life.apply_change(message)
         if not life.empty:
             self.earlier = [*self.earlier, life.inventory()]
         if self.earlier:
             rows = sum(len(record.rows) for one in self.earlier for record in one.records)
             logger.warning("%s: an earlier life ended with %d rows", self._unit, rows)
-        self._rewrite()
+        self._rewrite_file()
 
-    def _map(self, least_bytes: int) -> mmap.mmap:
+    def _map_file(self, least_bytes: int) -> mmap.mmap:
         """Make room in the file that counts; untouched pages take no memory."""
         size = max(2 * least_bytes, _LEAST_BYTES)
         try:
@@ -224,7 +224,7 @@ class RowJournal:
         return self._memory
 
     @staticmethod
-    def _cut(fd: int) -> None:
+    def _cut_file(fd: int) -> None:
         # Serial first: a file that a kill leaves half cut must not count.
         os.pwrite(fd, _SERIAL.pack(0), _TOKEN_BYTES)
         os.ftruncate(fd, _BEGIN)
@@ -261,7 +261,7 @@ class Life:
         self._finished: dict[int, set[int]] = {}
         self._removed: dict[int, dict[int, RemovalCause]] = {}
         if began is not None:
-            self._hold(began)
+            self._load_inventory(began)
 
     @property
     def empty(self) -> bool:
@@ -269,10 +269,10 @@ class Life:
         rows = any(row.known for row in self._rows.values())
         return not (rows or any(self._finished.values()) or any(self._removed.values()))
 
-    def apply(self, message: Change) -> None:
+    def apply_change(self, message: Change) -> None:
         match message:
             case RowsCreated():
-                self._create(message)
+                self._create_rows(message)
             case RowsConfirmed():
                 for number in message.rows:
                     if number in self._rows:
@@ -282,9 +282,9 @@ class Life:
                         if row is not None:
                             row.done.add(task)
             case OutputsWritten():
-                self._write(message)
+                self._write_outputs(message)
             case RowsRemoved():
-                self._remove(message)
+                self._remove_rows(message)
 
     def inventory(self) -> RegisterUnit:
         """Return what it held at its end, except rows that no process can know of."""
@@ -309,7 +309,7 @@ class Life:
         ]
         return RegisterUnit(self._unit, self.incarnation, list(records.values()), finished, groups)
 
-    def _hold(self, began: RegisterUnit) -> None:
+    def _load_inventory(self, began: RegisterUnit) -> None:
         for record in began.records:
             for k, number in enumerate(record.rows):
                 self._rows[number] = _Row(
@@ -320,7 +320,7 @@ class Life:
         for gone in began.removed_groups:
             self._removed.setdefault(gone.partition, {}).update(dict.fromkeys(gone.rows, gone.cause))
 
-    def _create(self, message: RowsCreated) -> None:
+    def _create_rows(self, message: RowsCreated) -> None:
         sizes = Counter(message.groups)
         size, rest = divmod(message.num_bytes, max(1, len(message.rows)))
         removed = self._removed.get(message.partition, {})
@@ -335,7 +335,7 @@ class Life:
             for k in positions:
                 self._rows[message.rows[k]].done.add(task)
 
-    def _write(self, message: OutputsWritten) -> None:
+    def _write_outputs(self, message: OutputsWritten) -> None:
         grown = message.num_bytes // max(1, len(message.rows))
         for k, number in enumerate(message.rows):
             row = self._rows.get(number)
@@ -346,7 +346,7 @@ class Life:
                 row.num_bytes += grown
                 row.known = True
 
-    def _remove(self, message: RowsRemoved) -> None:
+    def _remove_rows(self, message: RowsRemoved) -> None:
         for number in message.rows:
             self._rows.pop(number, None)
         if message.reason is RemovalReason.GROUP_LEFT:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, TransportError, one_line
-from asyncflow.transport.frame import Piece
+from asyncflow.transport.frame import PayloadPiece
 from asyncflow.transport.server import Call
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
@@ -64,36 +64,36 @@ class UnitSnapshots:
     def hold(self, message: HoldPuts, call: Call) -> None:
         """Let puts wait; once this is answered, no put changes anything."""
         with self._lock:  # otherwise the deadline could pass before the hold begins
-            deadline = self._timers.after(message.timeout_s, partial(self._overdue, message.hold))
+            deadline = self._timers.call_later(message.timeout_s, partial(self._end_overdue_hold, message.hold))
             self._holds.begin(message.hold, deadline)
-        call.reply(Done())
+        call.send_reply(Done())
 
-    def cut(self, message: CutSnapshot, call: Call) -> None:
+    def cut_snapshot(self, message: CutSnapshot, call: Call) -> None:
         """Note the rows that are here, and let puts continue; raises PeerRefused when the hold has ended."""
         with self._lock:
             self._holds.check(message.hold)
-            cut = self._state.cut(after_partition=message.after_partition, forget_acks_of=message.forget_acks_of)
+            cut = self._state.cut_rows(after_partition=message.after_partition, forget_acks_of=message.forget_acks_of)
             self._holds.keep(message.hold, call.session.number, cut)
-        call.reply(Done())
-        self._end(message.hold)
+        call.send_reply(Done())
+        self._end_hold(message.hold)
 
     def write(self, message: WriteSnapshot, call: Call) -> None:
         """Write a cut in a separate thread; raises PeerRefused if there is no such cut."""
         with self._lock:
-            cut = self._holds.take(message.hold)
+            cut = self._holds.take_cut(message.hold)
             self._writers = [thread for thread in self._writers if thread.is_alive()]
             # The client continues to put on this channel.
             writer = threading.Thread(
-                target=self._write, args=(cut, message.directory, call), name=f"snapshot-{self._name}", daemon=True
+                target=self._write_cut, args=(cut, message.directory, call), name=f"snapshot-{self._name}", daemon=True
             )
             self._writers.append(writer)
         writer.start()
 
-    def abandon(self, session: int) -> None:
+    def drop_cuts(self, session: int) -> None:
         """A client left: drop its cuts."""
         with self._lock:
-            for cut in self._holds.abandoned(session):
-                self._state.accounting.unpin(cut.blocks)
+            for cut in self._holds.take_abandoned(session):
+                self._state.accounting.unpin_blocks(cut.blocks)
         self._poke()
 
     def close(self) -> None:
@@ -101,31 +101,31 @@ class UnitSnapshots:
         for writer in self._writers:
             writer.join(timeout=_CLOSE_TIMEOUT_S)
 
-    def _overdue(self, hold: str) -> None:
+    def _end_overdue_hold(self, hold: str) -> None:
         logger.warning("%s: hold %s was not cut in time; puts continue", self._name, hold)
-        self._end(hold)
+        self._end_hold(hold)
 
-    def _end(self, hold: str) -> None:
+    def _end_hold(self, hold: str) -> None:
         with self._lock:
             parked = self._holds.end(hold)
         # Without the lock, which a resumed put takes.
         for resume in parked:
             resume()
 
-    def _write(self, cut: Cut, directory: str, call: Call) -> None:
+    def _write_cut(self, cut: Cut, directory: str, call: Call) -> None:
         try:
             writer = SnapshotWriter(Path(directory), self._name, self._blocks, chunk_bytes=self._chunk_bytes)
             files, num_bytes = writer.write(cut.rows, self._closing)
-            call.reply(SnapshotWritten(files, len(cut.rows), num_bytes))
+            call.send_reply(SnapshotWritten(files, len(cut.rows), num_bytes))
         except AsyncFlowError as error:
-            call.refuse(error)
+            call.send_refusal(error)
         except Exception as error:  # a thread's boundary: the client waits for an answer
             expected = isinstance(error, OSError | SafetensorError)
             logger.warning("%s: a snapshot could not be written", self._name, exc_info=None if expected else error)
-            call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
+            call.send_refusal(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:
-                self._state.accounting.unpin(cut.blocks)
+                self._state.accounting.unpin_blocks(cut.blocks)
             self._poke()
 
 
@@ -162,19 +162,19 @@ class SnapshotWriter:
         for chunk in _chunks(rows, self._chunk_bytes):
             if stop.is_set():
                 raise TransportError(f"{self._unit}: closed while it wrote a snapshot")
-            record, chunk_tensors = self._chunk(chunk, len(records))
+            record, chunk_tensors = self._make_chunk(chunk, len(records))
             size = sum(tensor.nbytes for tensor in (*tensors.values(), *chunk_tensors.values()))
             if records and size > FILE_BYTES:
-                total += self._save(tensors, records, names)
+                total += self._save_file(tensors, records, names)
                 tensors, records = {}, []
-                record, chunk_tensors = self._chunk(chunk, 0)
+                record, chunk_tensors = self._make_chunk(chunk, 0)
             tensors.update(chunk_tensors)
             records.append(record)
         if records:
-            total += self._save(tensors, records, names)
+            total += self._save_file(tensors, records, names)
         return names, total
 
-    def _chunk(self, chunk: "Sequence[CutRow]", number: int) -> tuple[ChunkRecord, dict[str, Tensor]]:
+    def _make_chunk(self, chunk: "Sequence[CutRow]", number: int) -> tuple[ChunkRecord, dict[str, Tensor]]:
         parts: dict[str, list[tuple[Block, list[int]]]] = {name: [] for name in sorted(chunk[0].places)}
         for row in chunk:
             for name, places in parts.items():
@@ -182,7 +182,7 @@ class SnapshotWriter:
                 if not places or places[-1][0] is not block:
                     places.append((block, []))
                 places[-1][1].append(position)
-        headers, pieces = self._blocks.describe(parts, wide=False)
+        headers, pieces = self._blocks.describe_rows(parts, wide=False)
         tensors: dict[str, Tensor] = {}
         for header, column in zip(headers, pieces, strict=True):
             tensors[f"{number}/values/{header.name}"] = _joined(column[0])
@@ -196,7 +196,7 @@ class SnapshotWriter:
         numbers, groups = [row.number for row in chunk], [row.group for row in chunk]
         return ChunkRecord(first.partition, first.group_size, numbers, groups, headers, commits), tensors
 
-    def _save(self, tensors: dict[str, Tensor], records: list[ChunkRecord], names: list[str]) -> int:
+    def _save_file(self, tensors: dict[str, Tensor], records: list[ChunkRecord], names: list[str]) -> int:
         """Write a file and append its name, which contains its checksum; returns its size."""
         path = self._directory / f"{self._unit}-{len(names):04d}.part"
         save_file(tensors, path, {METADATA_KEY: msgspec.json.encode(records).decode()})
@@ -236,7 +236,7 @@ def _signature(row: CutRow) -> tuple[object, ...]:
     return tuple(types)
 
 
-def _joined(piece: Piece) -> Tensor:
+def _joined(piece: PayloadPiece) -> Tensor:
     out = torch.empty(piece.num_bytes, dtype=torch.uint8)
     piece.write(out)
     return out.view(piece.dtype)

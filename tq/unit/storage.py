@@ -23,7 +23,7 @@ from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession
 from tq.backends.backend import Backend, FileBackend, agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
 from tq.directory import TaskOutputs
@@ -107,7 +107,7 @@ class StorageUnit:
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         keep_bytes = config.spill_after_bytes
         self._upkeep = UnitUpkeep(name, state, self._blocks, self.threads, lock=lock, keep_bytes=keep_bytes)
-        poke, holds = self._upkeep.poke, Holds()
+        poke, holds = self._upkeep.note_change, Holds()
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ControllerLinks(
             credentials,
@@ -159,10 +159,10 @@ class StorageUnit:
         with self._lock:
             self._journal.close()
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """A channel ended. Only cuts belong to a channel; rows do not."""
-        self._traffic.left(session.number)
-        self._snapshots.abandon(session.number)
+        self._traffic.remove_client(session.number)
+        self._snapshots.drop_cuts(session.number)
 
     def inventory(self, *, held: bool) -> RegisterUnit:
         """Called by the links with the lock held."""
@@ -170,24 +170,24 @@ class StorageUnit:
         told.earlier = self._journal.earlier
         return told
 
-    def accepted(self, reply: UnitAccepted) -> None:
+    def note_accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
-        for partition, rows in self._state.drop(reply.drop).items():
+        for partition, rows in self._state.drop_elsewhere(reply.drop).items():
             self._links.tell(RowsRemoved(self.name, partition, rows, RemovalReason.DROPPED), self._timeout_s)
-            self._links.wake()
+            self._links.wake_senders()
         self._state.set_tasks(reply.tasks)
         new = self._state.learn_commits(reply.commits)
         if new:
             self._links.tell(confirmation(self.name, new), self._timeout_s)
-            self._links.wake()
+            self._links.wake_senders()
         if self._links.all_registered:
             self._journal.forget_earlier()
-        self._upkeep.wake()
+        self._upkeep.wake_thread()
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `UNIT_REQUESTS`."""
         message: UNIT_REQUESTS = call.message
-        self._traffic.met(call.session.number, shared=call.shared)
+        self._traffic.add_client(call.session.number, shared=call.shared)
         match message:
             case PutRows():
                 self._traffic.put(call.payload.numel())
@@ -196,34 +196,34 @@ class StorageUnit:
                 self._traffic.put(call.payload.numel())
                 self._puts.put_outputs(message, call)
             case GetColumns():
-                self._get(message, call)
+                self._get_columns(message, call)
             case FenceRows() | FenceTask():
-                self._fence(message, call)
+                self._fence_rows(message, call)
             case RemoveRows():
                 self._dead_letter(message)
-                call.reply(Done())
+                call.send_reply(Done())
             case ListRows():
                 with self._lock:
                     records = list_rows(self._state, message.rows, message.partition)
-                call.reply(RowList(records))
+                call.send_reply(RowList(records))
             case ClearRows():
                 self._clear_rows(message, call)
             case ClearPartition():
-                self._clear(message, call)
+                self._clear_partition(message, call)
             case ReleaseCheckpointed():
                 with self._lock:
                     self._state.release_checkpointed(message.step)
-                    self._journal.forget()
-                self._upkeep.poke()
-                call.reply(Done())
+                    self._journal.forget_finished()
+                self._upkeep.note_change()
+                call.send_reply(Done())
             case HoldPuts():
                 self._snapshots.hold(message, call)
             case CutSnapshot():
-                self._snapshots.cut(message, call)
+                self._snapshots.cut_snapshot(message, call)
             case WriteSnapshot():
                 self._snapshots.write(message, call)
             case GetUnitStats():
-                call.reply(self._stats())
+                call.send_reply(self._collect_stats())
             case _:
                 assert_never(message)
 
@@ -232,59 +232,61 @@ class StorageUnit:
         with self._lock:
             if self._closed:
                 return
-            self._links.beat(UnitAlive(self.name), self._timeout_s)
-        self._timers.after(self._beat_s, self._beat)
+            self._links.send_beat(UnitAlive(self.name), self._timeout_s)
+        self._timers.call_later(self._beat_s, self._beat)
 
-    def _get(self, message: GetColumns, call: Call) -> None:
+    def _get_columns(self, message: GetColumns, call: Call) -> None:
         accounting = self._state.accounting
         with self._lock:
-            parts = self._state.locate(message.rows, message.columns)
+            parts = self._state.locate_columns(message.rows, message.columns)
             blocks = list({block: None for places in parts.values() for block, _ in places})
             accounting.pin(blocks)
         try:
-            headers, pieces = self._blocks.describe(parts, wide=call.shared)
+            headers, pieces = self._blocks.describe_rows(parts, wide=call.shared)
             payload = Payload([piece for column in pieces for piece in column])
             if payload.num_bytes > self._most_bytes:  # the reader would close the channel
                 raise PeerRefused(
                     f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
                 )
-            self._traffic.got(payload.num_bytes)  # first: a client that has the reply must find it in the statistics
-            call.reply(Columns(headers), payload)
+            self._traffic.count_read(
+                payload.num_bytes
+            )  # first: a client that has the reply must find it in the statistics
+            call.send_reply(Columns(headers), payload)
         finally:
             with self._lock:
-                accounting.unpin(blocks)
-            self._upkeep.poke()
+                accounting.unpin_blocks(blocks)
+            self._upkeep.note_change()
 
-    def _fence(self, message: FenceRows | FenceTask, call: Call) -> None:
+    def _fence_rows(self, message: FenceRows | FenceTask, call: Call) -> None:
         """Fence, and confirm once the controller knows all that was committed."""
         asker = call.session.client
         with self._lock:
             rows = None
             if isinstance(message, FenceRows):
                 rows = message.rows
-                self._state.fence(message.task, message.token, rows)
+                self._state.fence_rows(message.task, message.token, rows)
             else:
                 self._state.fence_task(message.task, message.token, message.alive)
             # Otherwise the controller would hand out a row again that was committed just before the fence.
             unknown = self._links.written_in_flight(message.task, rows, asker)
-        when_completed(unknown, partial(self._fenced, call))
+        when_completed(unknown, partial(self._reply_fenced, call))
 
-    def _fenced(self, call: Call, errors: list[BaseException]) -> None:
+    def _reply_fenced(self, call: Call, errors: list[BaseException]) -> None:
         unheard = [error for error in errors if not is_refusal(error)]  # a refusal shows that it was heard
         if unheard:
-            call.refuse(TransportError(f"{self.name}: a put before the fence is not confirmed: {unheard[0]}"))
+            call.send_refusal(TransportError(f"{self.name}: a put before the fence is not confirmed: {unheard[0]}"))
         else:
-            call.reply(Done())
+            call.send_reply(Done())
 
     def _dead_letter(self, message: RemoveRows) -> None:
         with self._lock:
             for partition, rows in self._state.remove_groups(message.rows, message.cause).items():
                 removal = RowsRemoved(self.name, partition, rows, RemovalReason.GROUP_LEFT, message.cause)
                 self._links.tell(removal, self._timeout_s)
-        self._links.flush()
-        self._upkeep.poke()
+        self._links.flush_notices()
+        self._upkeep.note_change()
 
-    def _clear(self, message: ClearPartition, call: Call) -> None:
+    def _clear_partition(self, message: ClearPartition, call: Call) -> None:
         with self._lock:
             rows = self._state.clear(message.partition)
             removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
@@ -301,19 +303,19 @@ class StorageUnit:
         self._confirm_clearing(told, call, RowList(records))
 
     def _confirm_clearing(self, told: "list[Future[Any]]", call: Call, reply: Message) -> None:
-        self._upkeep.poke()
-        when_all(told, partial(self._cleared, call, reply))
-        self._links.flush()
+        self._upkeep.note_change()
+        when_all(told, partial(self._reply_cleared, call, reply))
+        self._links.flush_notices()
 
     @staticmethod
-    def _cleared(call: Call, reply: Message, outcome: Outcome) -> None:
+    def _reply_cleared(call: Call, reply: Message, outcome: Outcome) -> None:
         if isinstance(outcome, list):
-            call.reply(reply)
+            call.send_reply(reply)
         else:
-            call.refuse(outcome if isinstance(outcome, TransportError) else TransportError(str(outcome)))
+            call.send_refusal(outcome if isinstance(outcome, TransportError) else TransportError(str(outcome)))
 
-    def _stats(self) -> UnitStats:
-        shared, wire = self._traffic.channels()
+    def _collect_stats(self) -> UnitStats:
+        shared, wire = self._traffic.count_channels()
         with self._lock:
             accounting = self._state.accounting
             return UnitStats(
@@ -343,12 +345,12 @@ class UnitTraffic:
         self.bytes_in = 0
         self.bytes_out = 0
 
-    def met(self, session: int, *, shared: bool) -> None:
+    def add_client(self, session: int, *, shared: bool) -> None:
         """Note whether a client's payloads come through shared memory or over the wire."""
         with self._lock:
             self._channels[session] = shared
 
-    def left(self, session: int) -> None:
+    def remove_client(self, session: int) -> None:
         with self._lock:
             self._channels.pop(session, None)
 
@@ -357,12 +359,12 @@ class UnitTraffic:
             self.puts += 1
             self.bytes_in += num_bytes
 
-    def got(self, num_bytes: int) -> None:
+    def count_read(self, num_bytes: int) -> None:
         with self._lock:
             self.gets += 1
             self.bytes_out += num_bytes
 
-    def channels(self) -> tuple[int, int]:
+    def count_channels(self) -> tuple[int, int]:
         """Return how many clients (share memory, use the wire)."""
         with self._lock:
             shared = sum(self._channels.values())

@@ -83,37 +83,39 @@ class UnitPuts:
 
     def put_rows(self, message: PutRows, call: Call) -> None:
         """Create rows; replies `Stored`, or refuses and changes nothing. Raises AsyncFlowError to refuse at once."""
-        block = self._blocks.add(message.rows, message.columns, call.payload)
-        self._carry_out(partial(self._create, message, block, call), block)
+        block = self._blocks.add_block(message.rows, message.columns, call.payload)
+        self._carry_out(partial(self._create_rows, message, block, call), block)
 
     def put_outputs(self, message: PutOutputs, call: Call) -> None:
         """Commit outputs; replies `Stored`, or refuses. Raises AsyncFlowError to refuse at once.
 
         When a controller fails, the commit is kept: put it again.
         """
-        block = self._blocks.add(message.rows, message.columns, call.payload)
-        self._carry_out(partial(self._commit, message, block, call), block)
+        block = self._blocks.add_block(message.rows, message.columns, call.payload)
+        self._carry_out(partial(self._commit_outputs, message, block, call), block)
 
-    def resume(self, put: Callable[[], None], block: Block | None, call: Call) -> None:
+    def resume_put(self, put: Callable[[], None], block: Block | None, call: Call) -> None:
         """Carry out a put that waited for the end of a hold."""
         try:
             self._carry_out(put, block)
         except AsyncFlowError as error:
-            call.refuse(error)
+            call.send_refusal(error)
 
     def _carry_out(self, put: Callable[[], None], block: Block | None) -> None:
         try:
             put()
         except AsyncFlowError:
-            self._discard(block)
+            self._discard_block(block)
             raise
 
-    def _create(self, message: PutRows, block: Block | None, call: Call) -> None:
+    def _create_rows(self, message: PutRows, block: Block | None, call: Call) -> None:
         with self._lock:
-            if self._holds.park(partial(self.resume, partial(self._create, message, block, call), block, call)):
+            if self._holds.park_put(
+                partial(self.resume_put, partial(self._create_rows, message, block, call), block, call)
+            ):
                 return
             self._refuse_coming(message.rows)
-            repeated = self._state.create(
+            repeated = self._state.create_rows(
                 message.rows,
                 block,
                 partition=message.partition,
@@ -123,22 +125,24 @@ class UnitPuts:
             )
             # Tell under the lock that made the change, so that notices follow the order of the changes.
             if repeated is None:
-                created = self._created(message, block, b"" if self._links.several else _values(message, call))
+                created = self._make_rows_created(
+                    message, block, b"" if self._links.several else _values(message, call)
+                )
                 told = self._links.tell(created, message.timeout_s + _PARKED_EXTRA_S)
                 self._coming.update(message.rows)
         if repeated is not None:
             self._check_same(repeated, block)
-            call.reply(Stored(self._state.accounting.num_bytes))
+            call.send_reply(Stored(self._state.accounting.num_bytes))
             return
-        when_all(list(told.values()), partial(self._conclude, message, call), tolerated=_DOUBTS)
-        self._links.flush()
+        when_all(list(told.values()), partial(self._conclude_put, message, call), tolerated=_DOUBTS)
+        self._links.flush_notices()
 
     def _refuse_coming(self, rows: Sequence[int]) -> None:
         coming = next((row for row in rows if row in self._coming), None)
         if coming is not None:
             raise PutPending(f"row {coming} is just being put here; put it again once that put has ended")
 
-    def _conclude(self, message: PutRows, call: Call, outcome: Outcome) -> None:
+    def _conclude_put(self, message: PutRows, call: Call, outcome: Outcome) -> None:
         """All controllers answered, or one refuses the new rows."""
         answers = _agreed(outcome) if isinstance(outcome, list) else outcome
         confirmed: Told = {}
@@ -148,7 +152,7 @@ class UnitPuts:
             if dropped and isinstance(answers, list):
                 answers = PutPending(f"row {dropped[0]} is elsewhere, or just being put there")
             if isinstance(answers, list):
-                self._learn(message, answers)
+                self._learn_commits(message, answers)
                 known = bool(message.commits) or any(
                     not isinstance(reply, RowsAccepted) or reply.commits for reply in answers
                 )
@@ -162,29 +166,29 @@ class UnitPuts:
         if not isinstance(answers, list):
             self._take_back(message, call, answers)
             return
-        when_all(list(confirmed.values()), partial(self._stored, message, call))
+        when_all(list(confirmed.values()), partial(self._confirm_stored, message, call))
         if confirmed:
-            self._links.flush(here=False)
+            self._links.flush_notices(here=False)
 
-    def _stored(self, message: PutRows, call: Call, outcome: Outcome) -> None:
+    def _confirm_stored(self, message: PutRows, call: Call, outcome: Outcome) -> None:
         """All controllers may hand out the new rows."""
         with self._lock:
             self._coming.difference_update(message.rows)
             if isinstance(outcome, list):
-                self._learn(message, outcome)
+                self._learn_commits(message, outcome)
             num_bytes = self._state.accounting.num_bytes
         self._poke()
         if isinstance(outcome, list):
-            call.reply(Stored(num_bytes))
+            call.send_reply(Stored(num_bytes))
         else:
             _refuse(call, outcome)
 
-    def _learn(self, message: PutRows, replies: list[Any]) -> None:
+    def _learn_commits(self, message: PutRows, replies: list[Any]) -> None:
         """Learn which tasks were done with rows before these were lost; the lock is held."""
         for reply in replies:
             if isinstance(reply, RowsAccepted):
                 rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
-                self._journal.learned(self._state.learn_commits(rows))
+                self._journal.note_commits(self._state.learn_commits(rows))
 
     def _take_back(self, message: PutRows, call: Call, error: BaseException) -> None:
         # Tell all controllers: one that refused may have taken part of the rows with an inventory.
@@ -193,41 +197,43 @@ class UnitPuts:
             for partition, rows in self._state.remove(message.rows).items():
                 removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
                 self._links.tell(removal, self._timeout_s)
-        self._links.flush(here=False)
+        self._links.flush_notices(here=False)
         self._poke()
         _refuse(call, error)
 
-    def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
+    def _commit_outputs(self, message: PutOutputs, block: Block | None, call: Call) -> None:
         with self._lock:  # check first: a refused put must not note columns for its task
             self._state.check_commit(message.task, message.token, message.rows, block)
-        self._outputs.note(message.task, [column.name for column in message.columns])
+        self._outputs.note_outputs(message.task, [column.name for column in message.columns])
         with self._lock:
-            if self._holds.park(partial(self.resume, partial(self._commit, message, block, call), block, call)):
+            if self._holds.park_put(
+                partial(self.resume_put, partial(self._commit_outputs, message, block, call), block, call)
+            ):
                 return
-            repeated = self._state.commit(message.task, message.token, message.rows, block)
+            repeated = self._state.commit_outputs(message.task, message.token, message.rows, block)
             if repeated is None:
-                told = self._tell_written(written := self._written(message, block))
+                told = self._tell_written(written := self._make_outputs_written(message, block))
         if repeated is not None:
             # A repeated put is told again: a controller may have failed to confirm the first one.
             self._check_same(repeated, block)
             with self._lock:
-                told = self._tell_written(written := self._written(message, block))
+                told = self._tell_written(written := self._make_outputs_written(message, block))
         self._poke()
-        when_all(list(told.values()), partial(self._confirm, written, call))
-        self._links.flush()
+        when_all(list(told.values()), partial(self._conclude_commit, written, call))
+        self._links.flush_notices()
 
     def _tell_written(self, written: OutputsWritten) -> Told:
         self._journal.open_commits += 1
         return self._links.tell(written, self._timeout_s)
 
-    def _confirm(self, written: OutputsWritten, call: Call, outcome: Outcome) -> None:
+    def _conclude_commit(self, written: OutputsWritten, call: Call, outcome: Outcome) -> None:
         with self._lock:
             # The journal notes a commit only now that all controllers know it; see `tq.unit.row_journal`.
             self._journal.open_commits -= 1
             if isinstance(outcome, list):
                 self._journal.append(written)
         if isinstance(outcome, list):
-            call.reply(Stored(self._state.accounting.num_bytes))
+            call.send_reply(Stored(self._state.accounting.num_bytes))
         else:
             _refuse(call, outcome)
 
@@ -238,15 +244,15 @@ class UnitPuts:
                 raise repeated.refusal
         finally:
             with self._lock:
-                self._state.accounting.unpin(repeated.blocks)
+                self._state.accounting.unpin_blocks(repeated.blocks)
             self._poke()
-        self._discard(block)
+        self._discard_block(block)
 
-    def _discard(self, block: Block | None) -> None:
+    def _discard_block(self, block: Block | None) -> None:
         if block is not None:
-            self._blocks.delete([block])
+            self._blocks.delete_blocks([block])
 
-    def _created(self, message: PutRows, block: Block | None, values: bytes) -> RowsCreated:
+    def _make_rows_created(self, message: PutRows, block: Block | None, values: bytes) -> RowsCreated:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return RowsCreated(
             self._name,
@@ -263,7 +269,7 @@ class UnitPuts:
             values=values,
         )
 
-    def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
+    def _make_outputs_written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return OutputsWritten(self._name, message.task, message.rows, columns, tokens, num_bytes)
 
@@ -286,7 +292,7 @@ class Holds:
             before.cancel()
         self._deadlines[hold] = deadline
 
-    def park(self, resume: Resume) -> bool:
+    def park_put(self, resume: Resume) -> bool:
         """Whether a put must wait; if so, `resume` carries it out later."""
         if self._deadlines:
             self._parked.append(resume)
@@ -311,14 +317,14 @@ class Holds:
         """Keep a cut for the client that made it."""
         self._cuts[hold] = (session, cut)
 
-    def take(self, hold: str) -> Cut:
+    def take_cut(self, hold: str) -> Cut:
         """Return a cut, once; raises PeerRefused if there is none."""
         try:
             return self._cuts.pop(hold)[1]
         except KeyError:
             raise PeerRefused(f"hold {hold} was not cut, or was written already") from None
 
-    def abandoned(self, session: int) -> list[Cut]:
+    def take_abandoned(self, session: int) -> list[Cut]:
         """The client left: return its cuts, which nobody will ask for."""
         gone = [hold for hold, (owner, _) in self._cuts.items() if owner == session]
         return [self._cuts.pop(hold)[1] for hold in gone]
@@ -354,14 +360,14 @@ def _same(blocks: BlockStore, repeated: Repeated, block: Block) -> bool:
         old = blocks.open(earlier)
         there = [(theirs, mine) for one, theirs, mine in repeated.pairs if one is earlier]
         before, now = [theirs for theirs, _ in there], [mine for _, mine in there]
-        if not all(old[name].equals(before, new[name], now) for name in block.names):
+        if not all(old[name].equals_rows(before, new[name], now) for name in block.names):
             return False
     return True
 
 
 def _refuse(call: Call, error: BaseException) -> None:
     assert isinstance(error, AsyncFlowError), f"{error!r} is no refusal"
-    call.refuse(error)
+    call.send_refusal(error)
 
 
 # What a storage unit does besides its requests: deletes blocks, copies survivors out of thin ones, moves resting ones
@@ -400,9 +406,9 @@ class UnitUpkeep:
         self._gone: list[Block] = []
         self._closed = threading.Event()
         self._spill_again_at = 0.0
-        self._thread = threads.start(self._run, name="upkeep")
+        self._thread = threads.start(self._run_upkeep, name="upkeep")
 
-    def poke(self) -> None:
+    def note_change(self) -> None:
         """Something changed: release memory at once, everything else soon."""
         accounting = self._state.accounting
         with self._lock:
@@ -412,9 +418,9 @@ class UnitUpkeep:
             self._gone += [block for block in gone if not block.home.in_process]
             if self._has_work():
                 self._work.notify()
-        self._blocks.delete(here)
+        self._blocks.delete_blocks(here)
 
-    def wake(self) -> None:
+    def wake_thread(self) -> None:
         """As `poke`, for callers that hold the lock: everything is released soon."""
         self._work.notify()
 
@@ -432,7 +438,7 @@ class UnitUpkeep:
         may = self._blocks.spill_home is not None and time.monotonic() >= self._spill_again_at
         return may and self._state.accounting.can_spill(self._keep_bytes)
 
-    def _run(self) -> None:
+    def _run_upkeep(self) -> None:
         while True:
             with self._lock:
                 while not self._closed.is_set() and not self._has_work():
@@ -440,45 +446,45 @@ class UnitUpkeep:
                 if self._closed.is_set():
                     return
                 gone, self._gone = self._gone + self._state.accounting.take_gone(), []
-            self._blocks.delete(gone)
+            self._blocks.delete_blocks(gone)
             if self._closed.wait(_PAUSE_S):
                 return
-            self.tidy()
+            self.tidy_blocks()
 
-    def tidy(self) -> None:
+    def tidy_blocks(self) -> None:
         """Compact and spill what is due; also for tests, which do not wait."""
         with self._lock:
             thin = self._state.accounting.take_thin()
             resting = self._state.accounting.take_resting(self._keep_bytes) if self._over_limit() else []
         for block in thin:
-            self._compact(block)
+            self._compact_block(block)
         for block in resting:
-            self._spill(block)
+            self._spill_block(block)
 
-    def _compact(self, block: Block) -> None:
+    def _compact_block(self, block: Block) -> None:
         with self._lock:
-            positions = self._state.survivors(block)
+            positions = self._state.find_survivors(block)
         try:
-            new = self._blocks.compact(block, positions) if positions else None
+            new = self._blocks.compact_block(block, positions) if positions else None
         except TransportError as error:
             logger.warning("%s: a block could not be compacted and stays larger than necessary: %s", self._name, error)
             new = None
         with self._lock:
             if new is not None:
-                self._state.move(block, new, positions)
-            self._state.accounting.unpin([block])
-        self.poke()
+                self._state.move_block(block, new, positions)
+            self._state.accounting.unpin_blocks([block])
+        self.note_change()
 
-    def _spill(self, block: Block) -> None:
+    def _spill_block(self, block: Block) -> None:
         home = self._blocks.spill_home
         assert home is not None
-        memory, written = block.home, self._blocks.spill(block)
+        memory, written = block.home, self._blocks.spill_block(block)
         if not written:
             self._spill_again_at = time.monotonic() + _SPILL_AGAIN_S
         with self._lock:
             # A reader that pinned the block in the meantime still needs the copy in memory; then the one on disk goes.
-            moved = written and self._state.accounting.spilled(block, home)
-            self._state.accounting.unpin([block])
+            moved = written and self._state.accounting.mark_spilled(block, home)
+            self._state.accounting.unpin_blocks([block])
         try:
             if moved:
                 memory.delete([block.key])
@@ -486,4 +492,4 @@ class UnitUpkeep:
                 home.delete([block.key])
         except TransportError as error:
             logger.warning("%s: %s", self._name, error)
-        self.poke()
+        self.note_change()

@@ -23,7 +23,7 @@ from tq.unit.block import Block, BlockAccounting, Part, Place
 
 
 @dataclass(frozen=True)
-class Commit:
+class StoredCommit:
     """One put of outputs (columns `names`), shared by all its rows. Tokens below 0 mark commits made elsewhere."""
 
     task: str
@@ -44,7 +44,7 @@ PUT_WITH_ROW = -2  # token of a commit that came with the row from a snapshot
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class StoredRow:
     """A row that is here; see also `messages.PutRows`."""
 
     partition: int
@@ -54,20 +54,20 @@ class Row:
     tokens: int = 0
     num_bytes: int = 0
     places: dict[str, Place] = field(default_factory=dict)
-    commits: dict[str, Commit] = field(default_factory=dict)
+    commits: dict[str, StoredCommit] = field(default_factory=dict)
     fences: Mapping[str, int] = field(default_factory=_none)  # task -> lowest token that is not void
     returns: Mapping[str, int] = field(default_factory=_none)  # task -> how often a lease on it was released
     pending: bool = True  # the controllers have not confirmed yet that it exists
     retained: bool = False  # every task is done with it; it waits for a checkpoint
 
-    def cut(self, number: int, forget: frozenset[str]) -> "CutRow":
+    def cut_row(self, number: int, forget: frozenset[str]) -> "CutRow":
         """Return the row as it is now, without what tasks of `forget` put."""
         gone = {name for task, commit in self.commits.items() if task in forget for name in commit.names}
         places = {name: place for name, place in self.places.items() if name not in gone}
         commits = tuple(sorted(self.commits.keys() - forget))
         return CutRow(number, self.partition, self.group, self.group_size, places, commits)
 
-    def belongs_with(self, other: "Row") -> bool:
+    def belongs_with(self, other: "StoredRow") -> bool:
         """Whether both rows belong to the same group, of the same size, in the same partition."""
         mine, theirs = ((row.partition, row.group, row.group_size) for row in (self, other))
         return mine == theirs
@@ -98,7 +98,7 @@ class CutRow:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a unit held at one moment; its blocks are pinned until `BlockAccounting.unpin`."""
+    """What a unit held at one moment; its blocks are pinned until `BlockAccounting.unpin_blocks`."""
 
     rows: list[CutRow]
     blocks: list[Block]
@@ -118,7 +118,7 @@ class Repeated:
         return list({block: None for block, _, _ in self.pairs})
 
 
-def parts_of(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
+def parts_of(numbers: Sequence[int], rows: Sequence[StoredRow], name: str) -> list[Part]:
     """Return where a column of rows is, in order; neighbours in a block are one range. Raises PeerRefused."""
     try:
         places = [row.places[name] for row in rows]
@@ -161,8 +161,8 @@ class UnitState:
         self.retained_rows = 0
         self._retain = retain
         self._tasks: frozenset[str] = frozenset()
-        self._rows: dict[int, Row] = {}
-        self._finished: dict[int, tuple[Commit, ...]] = {}
+        self._rows: dict[int, StoredRow] = {}
+        self._finished: dict[int, tuple[StoredCommit, ...]] = {}
         self._dropped: set[int] = set()
         self._partitions: dict[int, Partition] = {}
         self._checkpointed_step = -1
@@ -171,7 +171,7 @@ class UnitState:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def create(
+    def create_rows(
         self,
         rows: Sequence[int],
         block: Block | None,
@@ -193,18 +193,18 @@ class UnitState:
             raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
         self._check_tasks(commits or {})
         sizes = Counter(groups)
-        arrived = [Row(partition, group, group_size or sizes[group]) for group in groups]
+        arrived = [StoredRow(partition, group, group_size or sizes[group]) for group in groups]
         there = [row for row in rows if row in self._rows or row in self._finished]
         if there:
             return self._created_before(rows, there, block, arrived)
-        home = self._partition(partition)
+        home = self._get_partition(partition)
         for number, row in zip(rows, arrived, strict=True):
             self._rows[number] = row
             home.rows.add(number)
             home.removed.pop(number, None)  # the group is tried again
-        self._attach(rows, block)
+        self._attach_block(rows, block)
         for task, positions in (commits or {}).items():
-            came = Commit(task, PUT_WITH_ROW, frozenset())
+            came = StoredCommit(task, PUT_WITH_ROW, frozenset())
             for k in positions:
                 arrived[k].commits[task] = came
         return None
@@ -214,9 +214,9 @@ class UnitState:
         for number in rows:
             if number in self._rows:
                 self._rows[number].pending = False
-        self._sweep(rows)
+        self._free_done_rows(rows)
 
-    def commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
+    def commit_outputs(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
         """Atomically store all output columns of a task for some rows of a lease.
 
         Returns what the caller must compare if every row was committed under this token before; otherwise None.
@@ -227,12 +227,12 @@ class UnitState:
                 nothing was stored.
         """
         if (refusal := self.check_commit(task, token, rows, block)) is not None:
-            return self._repeated(rows, block, refusal)
-        commit = Commit(task, token, frozenset() if block is None else block.names)
+            return self._make_repeated(rows, block, refusal)
+        commit = StoredCommit(task, token, frozenset() if block is None else block.names)
         for number in rows:
             self._rows[number].commits[task] = commit
-        self._attach(rows, block)
-        self._sweep(rows)
+        self._attach_block(rows, block)
+        self._free_done_rows(rows)
         return None
 
     def check_commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> PeerRefused | None:
@@ -243,7 +243,7 @@ class UnitState:
         check_distinct(rows)
         self._check_tasks([task])
         names = frozenset[str]() if block is None else block.names
-        before = [commit for number in rows if (commit := self._checked(number, task, token)) is not None]
+        before = [commit for number in rows if (commit := self._check_row(number, task, token)) is not None]
         if before and len(before) == len(rows):
             refusal = PeerRefused(f"row {rows[0]}: {task} put something else under this lease before")
             if any(commit.names != names for commit in before):
@@ -259,14 +259,14 @@ class UnitState:
         """Take a controller's word that tasks are done with rows; returns what is new for confirmed rows."""
         new: dict[str, list[int]] = {}
         for task, rows in commits.items():
-            commit = Commit(task, KNOWN_ELSEWHERE, frozenset())
+            commit = StoredCommit(task, KNOWN_ELSEWHERE, frozenset())
             for number in rows:
                 row = self._rows.get(number)
                 if row is not None and task not in row.commits:
                     row.commits[task] = commit
                     if not row.pending:
                         new.setdefault(task, []).append(number)
-            self._sweep(rows)
+            self._free_done_rows(rows)
         return new
 
     def commits_of(self, rows: Sequence[int]) -> dict[str, list[int]]:
@@ -281,9 +281,9 @@ class UnitState:
         """Learn all tasks of the queue; free rows that these are done with."""
         if self._tasks != (tasks := frozenset(tasks)):
             self._tasks = tasks
-            self._sweep(list(self._rows))
+            self._free_done_rows(list(self._rows))
 
-    def fence(self, task: str, token: int, rows: Sequence[int]) -> None:
+    def fence_rows(self, task: str, token: int, rows: Sequence[int]) -> None:
         """Refuse commits of `rows` under tokens below `token` from now on; rows that are gone are skipped."""
         for number in rows:
             row = self._rows.get(number)
@@ -298,7 +298,7 @@ class UnitState:
         if token >= self._floors.get(task, (0, frozenset()))[0]:
             self._floors[task] = (token, frozenset(alive))
 
-    def locate(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Part]]:
+    def locate_columns(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Part]]:
         """Return where columns of rows are, as `parts_of` does. Pin the blocks to read them.
 
         Raises:
@@ -322,10 +322,10 @@ class UnitState:
             row = self._rows.get(number)
             if row is not None:
                 removed.setdefault(row.partition, []).append(number)
-                self._detach(number, row)
+                self._detach_row(number, row)
         return removed
 
-    def drop(self, rows: Iterable[int]) -> dict[int, list[int]]:
+    def drop_elsewhere(self, rows: Iterable[int]) -> dict[int, list[int]]:
         """Forget rows that are elsewhere, as `remove` does, but remember those whose put is still under way."""
         here = [number for number in rows if number in self._rows]
         self._dropped.update(number for number in here if self._rows[number].pending)
@@ -368,19 +368,19 @@ class UnitState:
             if number in self._partitions:
                 self._forget_finished(number)
 
-    def cut(self, *, after_partition: int, forget_acks_of: Iterable[str]) -> Cut:
+    def cut_rows(self, *, after_partition: int, forget_acks_of: Iterable[str]) -> Cut:
         """Note the confirmed rows of later partitions, and pin their blocks.
 
         What tasks of `forget_acks_of` put is left out, as if they had never had the row.
         """
         forget = frozenset(forget_acks_of)
         there = ((number, row) for number, row in self._rows.items() if row.partition > after_partition)
-        cut = [row.cut(number, forget) for number, row in there if not row.pending]
+        cut = [row.cut_row(number, forget) for number, row in there if not row.pending]
         blocks = list({block: None for row in cut for block, _ in row.places.values()})
         self.accounting.pin(blocks)
         return Cut(cut, blocks)
 
-    def survivors(self, block: Block) -> list[int]:
+    def find_survivors(self, block: Block) -> list[int]:
         """Return the positions in a block that rows still need."""
         name = next(iter(block.names))
         return [
@@ -389,11 +389,11 @@ class UnitState:
             if number in self._rows and self._rows[number].places.get(name) == (block, position)
         ]
 
-    def move(self, old: Block, new: Block, positions: Sequence[int]) -> None:
+    def move_block(self, old: Block, new: Block, positions: Sequence[int]) -> None:
         """The survivors of `old`, which is pinned, are now in `new`; `positions` are those in `old`."""
-        self.accounting.moved(old, new, positions, self._rows)
+        self.accounting.mark_moved(old, new, positions, self._rows)
 
-    def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, Row]]:
+    def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, StoredRow]]:
         """Return the named rows that are here; None: all."""
         if numbers is None:
             return self._rows.items()
@@ -404,7 +404,7 @@ class UnitState:
         return {number: sorted(known.finished) for number, known in self._partitions.items() if known.finished}
 
     def _created_before(
-        self, rows: Sequence[int], there: Sequence[int], block: Block | None, arrived: Sequence[Row]
+        self, rows: Sequence[int], there: Sequence[int], block: Block | None, arrived: Sequence[StoredRow]
     ) -> Repeated:
         refusal = f"row {there[0]} exists already; row indices are never reused in a run"
         names = frozenset[str]() if block is None else block.names
@@ -412,9 +412,9 @@ class UnitState:
             row = self._rows.get(number)
             if row is None or not row.belongs_with(new) or not names <= row.places.keys():
                 raise RowsExist(refusal)
-        return self._repeated(rows, block, RowsExist(refusal))
+        return self._make_repeated(rows, block, RowsExist(refusal))
 
-    def _repeated(self, rows: Sequence[int], block: Block | None, refusal: PeerRefused) -> Repeated:
+    def _make_repeated(self, rows: Sequence[int], block: Block | None, refusal: PeerRefused) -> Repeated:
         pairs = []
         if block is not None:
             name = next(iter(block.names))
@@ -425,7 +425,7 @@ class UnitState:
         self.accounting.pin(repeated.blocks)
         return repeated
 
-    def _checked(self, number: int, task: str, token: int) -> Commit | None:
+    def _check_row(self, number: int, task: str, token: int) -> StoredCommit | None:
         """Return an earlier commit under this very token, or None."""
         row = self._rows.get(number)
         if row is not None:
@@ -447,7 +447,7 @@ class UnitState:
             if self._tasks and task not in self._tasks:
                 raise PeerRefused(f"no task is named {task!r}; known: {' '.join(sorted(self._tasks))}")
 
-    def _attach(self, rows: Sequence[int], block: Block | None) -> None:
+    def _attach_block(self, rows: Sequence[int], block: Block | None) -> None:
         if block is None:
             return
         for position, number in enumerate(rows):
@@ -457,9 +457,9 @@ class UnitState:
                 row.places[name] = place
             row.tokens += block.tokens[position]
             row.num_bytes += block.row_bytes[position]
-        self.accounting.add(block)
+        self.accounting.add_block(block)
 
-    def _sweep(self, rows: Iterable[int]) -> None:
+    def _free_done_rows(self, rows: Iterable[int]) -> None:
         """Free rows that every task is done with."""
         if not self._tasks:
             return
@@ -472,22 +472,22 @@ class UnitState:
             if self._retain and worked_on_here and row.partition > self._checkpointed_step:
                 row.retained = True
                 self.retained_rows += 1
-                self.accounting.retain(set(row.places.values()))
+                self.accounting.retain_places(set(row.places.values()))
             else:
-                self._partition(row.partition).finished.add(number)
+                self._get_partition(row.partition).finished.add(number)
                 self._finished[number] = tuple(row.commits.values())
-                self._detach(number, row)
+                self._detach_row(number, row)
 
-    def _detach(self, number: int, row: Row) -> None:
+    def _detach_row(self, number: int, row: StoredRow) -> None:
         del self._rows[number]
         self.retained_rows -= row.retained
-        self.accounting.release(set(row.places.values()), retained=row.retained)
+        self.accounting.release_places(set(row.places.values()), retained=row.retained)
         known = self._partitions[row.partition]
         known.rows.discard(number)
         if known.empty:
             del self._partitions[row.partition]
 
-    def _partition(self, number: int) -> Partition:
+    def _get_partition(self, number: int) -> Partition:
         known = self._partitions.get(number)
         if known is None:
             known = self._partitions[number] = Partition()
@@ -518,7 +518,7 @@ _Key = tuple[int, frozenset[str], frozenset[str], bool]
 def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool) -> RegisterUnit:
     """Return all rows of `state`; with `held`, unconfirmed ones must not be handed out before `RowsConfirmed`."""
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
-    live: list[tuple[int, Row]] = []
+    live: list[tuple[int, StoredRow]] = []
     for number, row in state.rows():
         if row.retained:
             finished.setdefault(row.partition, []).append(number)
@@ -542,7 +542,7 @@ def list_rows(
     )
 
 
-def _records(rows: Iterable[tuple[int, Row]], *, held: bool = False) -> list[RowRecords]:
+def _records(rows: Iterable[tuple[int, StoredRow]], *, held: bool = False) -> list[RowRecords]:
     records: dict[_Key, RowRecords] = {}
     for number, row in rows:
         key = (row.partition, frozenset(row.places), frozenset(row.commits), held and row.pending)

@@ -1,6 +1,6 @@
 """The weight agent's process: slots in shared memory, and channels to those that write, read or copy them."""
 
-#     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
+#     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, ReleaseVersion-- receivers of this node
 #                                               |  ^
 #                        FetchBucket, WatchPeer v  | the same
 #                                      agents of the other nodes
@@ -25,16 +25,16 @@ from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError, Weight
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 from weightsync.agent.agent_state import (
     AgentState,
-    Answer,
+    AnswerCall,
     Grant,
     Instruction,
     LacksPlan,
-    Offer,
+    OfferVersion,
     Pull,
-    Refuse,
+    RefuseCall,
     Renew,
 )
 from weightsync.config import WeightSyncConfig
@@ -49,14 +49,14 @@ from weightsync.messages import (
     EndSwap,
     FetchBucket,
     FetchPlan,
-    Held,
+    HeldVersion,
     JoinBroadcast,
     NoRepair,
     Offered,
     OpenPlan,
     PeerHas,
     PlanFetched,
-    Release,
+    ReleaseVersion,
     Reply,
     ReportCorrupt,
     Request,
@@ -103,11 +103,11 @@ class _Lost:
 class Agent(Protocol):
     """What a link calls back."""
 
-    def peer_has(self, peer: str, held: Sequence[Held]) -> None: ...
+    def peer_has(self, peer: str, held: Sequence[HeldVersion]) -> None: ...
     def peer_plan(self, plan: bytes) -> None: ...
     def peer_lost(self, peer: str) -> None: ...
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool: ...
-    def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None: ...
+    def fetch_ended(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None: ...
 
 
 _Event = PeerHas | Fetch | _PlanWanted | _Lost
@@ -133,8 +133,8 @@ class PeerLink:
         self._limits = limits
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._held: list[Held] = []
-        self._thread = threads.start(self._run, name=f"peer-{peer}")
+        self._held: list[HeldVersion] = []
+        self._thread = threads.start(self._keep_connected, name=f"peer-{peer}")
 
     def fetch(self, fetch: Fetch) -> None:
         """Queue a bucket; buckets are fetched one after another."""
@@ -148,12 +148,12 @@ class PeerLink:
         self._events.put(_Lost())
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _keep_connected(self) -> None:
         for connection in connections(
             self._credentials, self._peer, self._name, stop=self._closing, limits=self._limits
         ):
             try:
-                self._work(connection)
+                self._handle_events(connection)
             except (TransportError, WeightSyncError) as error:
                 logger.info("%s: %s", self._name, error)
             finally:
@@ -161,46 +161,46 @@ class PeerLink:
                 self._agent.peer_lost(self._peer)  # second: failed fetches then go to other agents
                 self._fail_fetches()
 
-    def _work(self, connection: Connection) -> None:
-        self._watch(connection, 0)
+    def _handle_events(self, connection: Connection) -> None:
+        self._watch_peer(connection, 0)
         while not self._closing.is_set():
             event = self._events.get()
             match event:
                 case PeerHas(revision, held):
                     self._held = held
-                    self._watch(connection, revision)
+                    self._watch_peer(connection, revision)
                     self._agent.peer_has(self._peer, held)
                 case Fetch() as fetch:
-                    self._fetch(connection, fetch)
+                    self._fetch_bucket(connection, fetch)
                 case _PlanWanted(digest):
-                    reply, _ = connection.call(FetchPlan(digest), timeout_s=_FETCH_TIMEOUT_S)
+                    reply, _ = connection.call_service(FetchPlan(digest), timeout_s=_FETCH_TIMEOUT_S)
                     assert isinstance(reply, PlanFetched)
                     self._agent.peer_plan(reply.plan)
                     self._agent.peer_has(self._peer, self._held)
                 case _Lost():
                     return
 
-    def _watch(self, connection: Connection, revision: int) -> None:
-        connection.submit(WatchPeer(revision), timeout_s=_FETCH_TIMEOUT_S).add_done_callback(self._watched)
+    def _watch_peer(self, connection: Connection, revision: int) -> None:
+        connection.submit(WatchPeer(revision), timeout_s=_FETCH_TIMEOUT_S).add_done_callback(self._handle_watch_reply)
 
-    def _watched(self, future: "Future[tuple[object, Tensor]]") -> None:
+    def _handle_watch_reply(self, future: "Future[tuple[object, Tensor]]") -> None:
         try:
             reply, _ = future.result()
         except TransportError:
             reply = None
         self._events.put(reply if isinstance(reply, PeerHas) else _Lost())
 
-    def _fetch(self, connection: Connection, fetch: Fetch) -> None:
+    def _fetch_bucket(self, connection: Connection, fetch: Fetch) -> None:
         num_bytes = 0
         bases = (None, None) if fetch.pull.base is None else (fetch.pull.base, None, None)
         for base in bases:  # if the delta fails, get the whole bucket, with one retry
             try:
                 request = FetchBucket(fetch.pull.version, fetch.pull.bucket, base)
-                reply, payload = connection.call(request, timeout_s=_FETCH_TIMEOUT_S)
+                reply, payload = connection.call_service(request, timeout_s=_FETCH_TIMEOUT_S)
                 assert isinstance(reply, BucketFetched)
                 num_bytes += reply.num_bytes
                 if self._agent.write_bucket(fetch, payload[: reply.num_bytes], reply.base):
-                    self._agent.fetched(fetch, num_bytes, matches=True)
+                    self._agent.fetch_ended(fetch, num_bytes, matches=True)
                     return
                 problem = "its checksum does not match"
             except PeerRefused as error:
@@ -209,16 +209,16 @@ class PeerLink:
             except WeightSyncError as error:
                 problem = str(error)
             except TransportError:
-                self._agent.fetched(fetch, num_bytes, matches=False)
+                self._agent.fetch_ended(fetch, num_bytes, matches=False)
                 raise
             logger.warning("bucket %d of %s from %s: %s", fetch.pull.bucket, fetch.pull.version, self._peer, problem)
-        self._agent.fetched(fetch, num_bytes, matches=False)
+        self._agent.fetch_ended(fetch, num_bytes, matches=False)
 
     def _fail_fetches(self) -> None:
         while not self._events.empty():
             event = self._events.get()
             if isinstance(event, Fetch):
-                self._agent.fetched(event, 0, matches=False)
+                self._agent.fetch_ended(event, 0, matches=False)
 
 
 # Turns that receivers take to be in the next broadcast. Pure.
@@ -242,7 +242,7 @@ class _Begin:
 
 
 @dataclass
-class Rounds:
+class BroadcastRounds:
     """The broadcasts of one lead agent."""
 
     # Tells this agent's epochs from those of its predecessor.
@@ -256,53 +256,53 @@ class Rounds:
     def join(self, call: object, session: object, name: str, broken: str) -> list[tuple[object, Transfer]]:
         """A receiver is ready; return the calls to answer. `broken`: the epoch whose group broke, or ""."""
         for former in [each for each, other in self._members.items() if other == name and each != session]:
-            self._leave(former)  # it came back before its old channel was seen to end
+            self._remove_member(former)  # it came back before its old channel was seen to end
         if session not in self._members:
             self._members[session] = name
             self._number += 1
-        self._break(broken)
+        self._break_group(broken)
         self._ready[session] = call
-        return self._start()
+        return self._start_if_ready()
 
     def begin(
         self, call: object, session: object, version: Version, plan: str, *, broken: str, deadline: float
     ) -> list[tuple[object, Transfer]]:
         """The trainer wants to broadcast; members that are not ready by `deadline` are left out."""
-        self._break(broken)
+        self._break_group(broken)
         if session != self._trainer:  # a new process has no group yet
             self._trainer = session
             self._number += 1
         self._begin = _Begin(call, session, version, plan, deadline)
-        return self._start()
+        return self._start_if_ready()
 
     def closed(self, session: object) -> list[tuple[object, Transfer]]:
         if self._begin is not None and self._begin.session == session:
             self._begin = None
-        self._leave(session)
-        return self._start()
+        self._remove_member(session)
+        return self._start_if_ready()
 
     def tick(self, now: float) -> list[tuple[object, Transfer]]:
         """Time passed: a broadcast past its deadline starts without late members."""
         if self._begin is None or self._begin.deadline > now:
             return []
         for session in [each for each in self._members if each not in self._ready]:
-            self._leave(session)
-        return self._start()
+            self._remove_member(session)
+        return self._start_if_ready()
 
     @property
     def _epoch(self) -> str:
         return f"{self.token}.{self._number}"
 
-    def _leave(self, session: object) -> None:
+    def _remove_member(self, session: object) -> None:
         self._ready.pop(session, None)
         if self._members.pop(session, None) is not None:
             self._number += 1
 
-    def _break(self, epoch: str) -> None:
+    def _break_group(self, epoch: str) -> None:
         if epoch == self._epoch:
             self._number += 1
 
-    def _start(self) -> list[tuple[object, Transfer]]:
+    def _start_if_ready(self) -> list[tuple[object, Transfer]]:
         if self._begin is None or len(self._ready) < len(self._members):
             return []
         begin, self._begin = self._begin, None
@@ -331,7 +331,7 @@ class WeightAgent:
         self._config = config
         self._lock = threading.Lock()
         self._state = AgentState(num_slots=config.num_slots, max_updating=config.max_updating)
-        self._rounds = Rounds()
+        self._rounds = BroadcastRounds()
         self._layouts: dict[str, RegionLayout] = {}
         self._memories: list[SlotMemory | None] = [None] * config.num_slots
         self._fetched_bytes = 0
@@ -340,7 +340,7 @@ class WeightAgent:
         with self._lock:  # the first link's callbacks wait until all links exist
             self._peers = {peer: PeerLink(credentials, name, peer, self, self.threads, limits=limits) for peer in peers}
         self._server = ChannelServer(credentials, name, Request, self, limits=limits, threads=self.threads)
-        self._timer = self.threads.start(self._tick, name="weights-timer")
+        self._timer = self.threads.start(self._run_clock, name="weights-timer")
 
     def status(self) -> AgentStatus:
         with self._lock:
@@ -348,7 +348,7 @@ class WeightAgent:
                 newest=self._state.newest,
                 versions=[(held.version, len(held.checksums)) for held in self._state.held()],
                 serving={_name(session): version for session, version in self._state.serving.items()},
-                holders={_name(session): versions for session, versions in self._state.holders().items()},
+                holders={_name(session): versions for session, versions in self._state.list_holders().items()},
                 slot_bytes=sum(memory.offer.num_bytes for memory in self._memories if memory is not None),
                 fetched_bytes=self._fetched_bytes,
             )
@@ -369,32 +369,32 @@ class WeightAgent:
         elif isinstance(message, FetchPlan):
             self._send_plan(call, message.plan)
         elif isinstance(message, ReportCorrupt):
-            self._examine(call, message.version, message.bucket)
+            self._examine_bucket(call, message.version, message.bucket)
         elif isinstance(message, AskStatus):
-            call.reply(self.status())
+            call.send_reply(self.status())
         else:
-            self._act(lambda: self._decide(call, message, session))
+            self._decide_and_reply(lambda: self._decide_on_call(call, message, session))
 
-    def disconnected(self, session: Session) -> None:
-        self._act(lambda: _answers(self._rounds.closed(session)) + self._state.closed(session))
+    def handle_disconnect(self, session: ChannelSession) -> None:
+        self._decide_and_reply(lambda: _answers(self._rounds.closed(session)) + self._state.closed(session))
 
-    def peer_has(self, peer: str, held: Sequence[Held]) -> None:
-        self._act(lambda: self._state.peer_has(peer, held))
+    def peer_has(self, peer: str, held: Sequence[HeldVersion]) -> None:
+        self._decide_and_reply(lambda: self._state.peer_has(peer, held))
 
     def peer_plan(self, plan: bytes) -> None:
         with self._lock:
             self._open_plan(plan)
 
     def peer_lost(self, peer: str) -> None:
-        self._act(lambda: self._state.peer_lost(peer))
+        self._decide_and_reply(lambda: self._state.peer_lost(peer))
 
-    def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:
+    def fetch_ended(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:
         """A fetch ended; `matches` is False if the bucket did not come or is damaged."""
         pull = fetch.pull
         with self._lock:
             self._fetched_bytes += num_bytes
         checksum = pull.checksum if matches else None
-        self._act(lambda: self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
+        self._decide_and_reply(lambda: self._state.end_pull(pull.peer, pull.version, pull.bucket, checksum))
 
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
         """Write what another agent sent into the slot; False: the checksum does not match, or the delta's base is gone.
@@ -412,20 +412,20 @@ class WeightAgent:
         if payload.numel() != bucket.num_bytes:
             return False
         fetch.region.unpack(bucket.pieces, payload)
-        return fetch.region.checksum(bucket) == pull.checksum
+        return fetch.region.bucket_checksum(bucket) == pull.checksum
 
-    def _act(self, decide: Callable[[], list[Instruction]]) -> None:
+    def _decide_and_reply(self, decide: Callable[[], list[Instruction]]) -> None:
         """Decide and carry out under the lock, but send the replies without it."""
         with self._lock:
             replies = self._carry_out(decide())
         for call, reply in replies:
             assert isinstance(call, Call)
             if isinstance(reply, AsyncFlowError):
-                call.refuse(reply)
+                call.send_refusal(reply)
             else:
-                call.reply(reply)
+                call.send_reply(reply)
 
-    def _decide(self, call: Call, message: object, session: Session) -> list[Instruction]:
+    def _decide_on_call(self, call: Call, message: object, session: ChannelSession) -> list[Instruction]:
         state = self._state
         match message:
             case OpenPlan(plan):
@@ -434,7 +434,7 @@ class WeightAgent:
                 deadline = time.monotonic() + wait_s
                 return state.take_slot(call, session, rank=rank, version=version, plan=plan, deadline=deadline)
             case SealBuckets(rank, version, checksums):
-                return state.seal(call, session, rank=rank, version=version, checksums=checksums)
+                return state.seal_buckets(call, session, rank=rank, version=version, checksums=checksums)
             case AwaitRepair(rank):
                 return state.await_repair(call, session, rank=rank)
             case Watch(newer_than, best_effort):
@@ -447,68 +447,72 @@ class WeightAgent:
                 return _answers(self._rounds.join(call, session, session.client, broken))
             case BeginBroadcast(version, digest, broken, wait_s):
                 if state.plan(digest) is None:
-                    return [Refuse(call, f"weights of {version}: the plan {digest} is not known here; open it first")]
+                    return [
+                        RefuseCall(call, f"weights of {version}: the plan {digest} is not known here; open it first")
+                    ]
                 deadline = time.monotonic() + wait_s
                 begun = self._rounds.begin(call, session, version, digest, broken=broken, deadline=deadline)
                 return _answers(begun)
             case NoRepair(version):
-                return [Answer(call, Done()), *state.no_repair(version)]
-            case Release(version):
-                return [Answer(call, Done()), *state.release(session, version)]
+                return [AnswerCall(call, Done()), *state.no_repair(version)]
+            case ReleaseVersion(version):
+                return [AnswerCall(call, Done()), *state.release_version(session, version)]
             case EndSwap():
-                return [Answer(call, Done()), *state.end_swap(session)]
+                return [AnswerCall(call, Done()), *state.end_swap(session)]
             case Serving(version):
                 state.serving[session] = version
-        return [Answer(call, Done())]
+        return [AnswerCall(call, Done())]
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> _Replies:
         """Carry out the decisions, except for sending the replies."""
         replies: _Replies = []
         for instruction in instructions:
             match instruction:
-                case Answer(call, reply):
+                case AnswerCall(call, reply):
                     replies.append((call, reply))
-                case Refuse(call, reason):
+                case RefuseCall(call, reason):
                     replies.append((call, PeerRefused(reason)))
                 case Renew(slot):
                     self._memories[slot] = None
                 case Grant(call, version, slot, plan):
-                    replies.append((call, self._granted(version, slot, plan)))
-                case Offer(call, version, slot, plan, checksums):
-                    memory, total = self._memory(slot, plan), version_checksum(checksums)
-                    offered = Offered(version, plan.digest(), memory.offer, self._live(), list(checksums), total)
+                    replies.append((call, self._grant_slot(version, slot, plan)))
+                case OfferVersion(call, version, slot, plan, checksums):
+                    memory, total = self._get_memory(slot, plan), version_checksum(checksums)
+                    offered = Offered(
+                        version, plan.digest(), memory.offer, self._list_live_tokens(), list(checksums), total
+                    )
                     replies.append((call, offered))
                 case Pull() as pull:
-                    replies += self._pull(pull)
+                    replies += self._start_pull(pull)
                 case LacksPlan(peer, plan):
                     self._peers[peer].fetch_plan(plan)
         return replies
 
-    def _pull(self, pull: Pull) -> _Replies:
+    def _start_pull(self, pull: Pull) -> _Replies:
         try:
-            memory = self._memory(pull.slot, pull.plan).memory
+            memory = self._get_memory(pull.slot, pull.plan).memory
         except WeightSyncError as error:  # counts as not fetched: news will trigger another try
             logger.warning("%s: %s", self._name, error)
-            return self._carry_out(self._state.pulled(pull.peer, pull.version, pull.bucket, None))
-        self._peers[pull.peer].fetch(Fetch(pull, Region(memory, self._layout(pull.plan))))
+            return self._carry_out(self._state.end_pull(pull.peer, pull.version, pull.bucket, None))
+        self._peers[pull.peer].fetch(Fetch(pull, Region(memory, self._get_layout(pull.plan))))
         return []
 
-    def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
+    def _grant_slot(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:
-            return SlotGranted(version, self._memory(slot, plan).offer, self._live())
+            return SlotGranted(version, self._get_memory(slot, plan).offer, self._list_live_tokens())
         except WeightSyncError as error:  # out of descriptors: tell this rank, keep serving others
             return PeerRefused(str(error))
 
-    def _memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
+    def _get_memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
         memory = self._memories[slot]
         if memory is None or memory.offer.num_bytes != plan.region_bytes:
             memory = self._memories[slot] = SlotMemory(plan.region_bytes)
         return memory
 
-    def _live(self) -> list[bytes]:
+    def _list_live_tokens(self) -> list[bytes]:
         return [memory.offer.token for memory in self._memories if memory is not None]
 
-    def _layout(self, plan: TransferPlan) -> RegionLayout:
+    def _get_layout(self, plan: TransferPlan) -> RegionLayout:
         return self._layouts[plan.digest()]
 
     def _open_plan(self, data: bytes) -> None:
@@ -519,28 +523,28 @@ class WeightAgent:
             self._state.open_plan(plan)
 
     @contextmanager
-    def _borrowed(self, version: Version) -> Iterator[Region | None]:
+    def _borrowed_region(self, version: Version) -> Iterator[Region | None]:
         """Hold a version, complete or not, while it is read; None: it is not here."""
         token, region = object(), None
         with self._lock:
-            borrowed = self._state.borrow(token, version)
+            borrowed = self._state.borrow_version(token, version)
             if borrowed is not None:
                 slot, plan = borrowed
-                region = Region(self._memory(slot, plan).memory, self._layout(plan))
+                region = Region(self._get_memory(slot, plan).memory, self._get_layout(plan))
         try:
             yield region
         finally:
             if region is not None:
-                self._act(lambda: self._state.release(token, version))
+                self._decide_and_reply(lambda: self._state.release_version(token, version))
 
     def _packed_copy(self, version: Version, bucket: int) -> Tensor | None:
-        with self._borrowed(version) as region:
+        with self._borrowed_region(version) as region:
             # `packed` may return a view, which does not outlive the hold.
             return None if region is None else region.packed(region.layout.plan.buckets[bucket]).clone()
 
     def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
-        with self._borrowed(wanted.version) as region:
-            if region is None or self._state.checksum(wanted.version, wanted.bucket) is None:
+        with self._borrowed_region(wanted.version) as region:
+            if region is None or self._state.get_checksum(wanted.version, wanted.bucket) is None:
                 raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
             bucket = region.layout.plan.buckets[wanted.bucket]
             packed = region.packed(bucket)
@@ -550,34 +554,34 @@ class WeightAgent:
             if older is not None and older.numel() == packed.numel():
                 delta = encode_delta(packed, older, element_bytes=_element_bytes(bucket, region.layout))
             if delta is not None:
-                call.reply(BucketFetched(base, delta.numel()), Payload.of(delta))
+                call.send_reply(BucketFetched(base, delta.numel()), Payload.from_tensor(delta))
             else:
-                call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
+                call.send_reply(BucketFetched(None, packed.numel()), Payload.from_tensor(packed))
 
     def _send_plan(self, call: Call, digest: str) -> None:
         with self._lock:
             plan = self._state.plan(digest)
         if plan is None:
             raise PeerRefused(f"{self._name}: no plan {digest}")
-        call.reply(PlanFetched(plan.encode()))
+        call.send_reply(PlanFetched(plan.encode()))
 
-    def _examine(self, call: Call, version: Version, bucket: int) -> None:
+    def _examine_bucket(self, call: Call, version: Version, bucket: int) -> None:
         """A receiver found a wrong checksum: check whether the slot itself is damaged."""
-        with self._borrowed(version) as region:
-            found = None if region is None else region.checksum(region.layout.plan.buckets[bucket])
+        with self._borrowed_region(version) as region:
+            found = None if region is None else region.bucket_checksum(region.layout.plan.buckets[bucket])
         if found is not None:
             with self._lock:
-                expected = self._state.checksum(version, bucket)
+                expected = self._state.get_checksum(version, bucket)
             # The slot is intact, so the reader's copy was bad: it reads again.
             if found == expected:
-                call.reply(Done())
+                call.send_reply(Done())
                 return
             logger.warning("%s: bucket %d of %s is damaged; getting it again", self._name, bucket, version)
-        self._act(lambda: self._state.corrupt(call, call.session, version, bucket))
+        self._decide_and_reply(lambda: self._state.report_corrupt(call, call.session, version, bucket))
 
-    def _tick(self) -> None:
+    def _run_clock(self) -> None:
         while not self._closing.wait(_TICK_S):
-            self._act(self._pass_time)
+            self._decide_and_reply(self._pass_time)
 
     def _pass_time(self) -> list[Instruction]:
         now = time.monotonic()
@@ -586,13 +590,13 @@ class WeightAgent:
 
 def _element_bytes(bucket: Bucket, layout: RegionLayout) -> int:
     """Return the element size for deltas: the first tensor's, if it divides the bucket's size."""
-    size = DTYPE_BYTES[layout.spec(bucket.pieces[0].tensor).dtype]
+    size = DTYPE_BYTES[layout.tensor_spec(bucket.pieces[0].tensor).dtype]
     return size if bucket.num_bytes % size == 0 else 1
 
 
 def _answers(replies: Sequence[tuple[object, Reply]]) -> list[Instruction]:
-    return [Answer(call, reply) for call, reply in replies]
+    return [AnswerCall(call, reply) for call, reply in replies]
 
 
 def _name(session: object) -> str:
-    return session.client if isinstance(session, Session) else "this agent"
+    return session.client if isinstance(session, ChannelSession) else "this agent"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from weightsync.agent.swap_turns import SwapTurns
 from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
-from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, Reply, SwapTurn, Unneeded
+from weightsync.messages import Done, HeldVersion, NoRoom, PeerHas, Repair, Reply, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
 
@@ -17,13 +17,13 @@ from weightsync.version import Version
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerCall:
     call: object
     reply: Reply
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseCall:
     call: object
     reason: str
 
@@ -44,7 +44,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferVersion:
     call: object
     version: Version
     slot: int
@@ -54,7 +54,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Pull:
-    """Fetch a bucket from another agent into a slot, then report it with `pulled`."""
+    """Fetch a bucket from another agent into a slot, then report it with `end_pull`."""
 
     peer: str
     version: Version
@@ -73,7 +73,7 @@ class LacksPlan:
     plan: str
 
 
-Instruction = Answer | Refuse | Renew | Grant | Offer | Pull | LacksPlan
+Instruction = AnswerCall | RefuseCall | Renew | Grant | OfferVersion | Pull | LacksPlan
 
 
 # What the agents of other nodes have, and which of them a bucket is fetched from. Pure.
@@ -95,16 +95,16 @@ class PeerCatalog:
         self._holders: dict[tuple[Version, str], dict[int, dict[str, int]]] = {}
         self._pulls: dict[str, set[tuple[Version, int]]] = {}
 
-    def has(self, peer: str, held: Sequence[Held]) -> None:
+    def update_held(self, peer: str, held: Sequence[HeldVersion]) -> None:
         """An agent announced everything that it now has."""
         now = {(each.version, each.plan): each.checksums for each in held}
         before = self._held.get(peer, {})
         for key in before.keys() - now.keys():
-            self._forget(peer, key, before[key])
+            self._forget_buckets(peer, key, before[key])
         for key, checksums in now.items():
             if not checksums:
                 continue
-            self._forget(peer, key, before.get(key, {}).keys() - checksums.keys())
+            self._forget_buckets(peer, key, before.get(key, {}).keys() - checksums.keys())
             buckets = self._holders.setdefault(key, {})
             for bucket, checksum in checksums.items():
                 buckets.setdefault(bucket, {})[peer] = checksum
@@ -113,25 +113,25 @@ class PeerCatalog:
 
     def lost(self, peer: str) -> None:
         for key, checksums in self._held.pop(peer, {}).items():
-            self._forget(peer, key, checksums)
+            self._forget_buckets(peer, key, checksums)
         self._pulls.pop(peer, None)
 
-    def offered(self, newer_than: Version | None) -> dict[Version, str]:
+    def list_offered(self, newer_than: Version | None) -> dict[Version, str]:
         """Return versions newer than `newer_than`, newest first, each with its plan's digest."""
         news = {version: plan for version, plan in self._holders if newer_than is None or version > newer_than}
         return dict(sorted(news.items(), reverse=True))
 
-    def have(self, version: Version, plan: str, bucket: int) -> bool:
+    def is_held(self, version: Version, plan: str, bucket: int) -> bool:
         return bucket in self._holders.get((version, plan), ())
 
-    def beyond(self, version: Version, plan: str, bucket: int) -> bool:
+    def is_newer_held(self, version: Version, plan: str, bucket: int) -> bool:
         """Return whether any agent has a newer version of the bucket: then its trainer rank has moved on."""
         return any(
             other > version and digest == plan and bucket in buckets
             for (other, digest), buckets in self._holders.items()
         )
 
-    def source(self, version: Version, plan: str, bucket: int, *, busy_too: bool = False) -> str | None:
+    def choose_source(self, version: Version, plan: str, bucket: int, *, busy_too: bool = False) -> str | None:
         """Return the least busy agent that has the bucket and may be asked now, or None.
 
         An agent still busy with this very bucket (for memory that was given up since) is not asked again: its two
@@ -160,9 +160,9 @@ class PeerCatalog:
         self._pulls[peer].discard((version, bucket))
         for key in self._held[peer] if not came else ():
             if key[0] == version:
-                self._forget(peer, key, [bucket])
+                self._forget_buckets(peer, key, [bucket])
 
-    def _forget(self, peer: str, key: tuple[Version, str], buckets: Iterable[int]) -> None:
+    def _forget_buckets(self, peer: str, key: tuple[Version, str], buckets: Iterable[int]) -> None:
         table = self._holders.get(key)
         if table is None:
             return
@@ -223,9 +223,9 @@ class Slot:
             self.stained = True
         for rank in ranks:
             del self.writers[rank]
-        self.release(session)
+        self.release_reader(session)
 
-    def release(self, session: object) -> None:
+    def release_reader(self, session: object) -> None:
         self.readers.discard(session)
         self.best_effort.discard(session)
 
@@ -246,7 +246,7 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
-    def of(self, version: Version) -> Slot | None:
+    def find_slot(self, version: Version) -> Slot | None:
         """Return the slot that holds or is receiving a version; None for a dropped one."""
         return next((slot for slot in self._slots if slot.version == version and not slot.dropped), None)
 
@@ -255,14 +255,14 @@ class Slots:
         complete = [slot for slot in self._slots if slot.complete]
         return max(complete, key=lambda slot: slot.version or (), default=None)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldVersion]:
         return [
-            Held(slot.version, slot.digest, dict(slot.checksums))
+            HeldVersion(slot.version, slot.digest, dict(slot.checksums))
             for slot in self._slots
             if slot.version is not None and not slot.dropped
         ]
 
-    def holders(self) -> dict[object, list[Version]]:
+    def list_holders(self) -> dict[object, list[Version]]:
         holders: dict[object, list[Version]] = {}
         for slot in self._slots:
             if slot.version is not None:
@@ -270,12 +270,14 @@ class Slots:
                     holders.setdefault(session, []).append(slot.version)
         return holders
 
-    def parts(self) -> list[Slot]:
+    def incomplete_slots(self) -> list[Slot]:
         """Return the slots of incomplete versions, oldest first."""
         parts = [slot for slot in self._slots if slot.version is not None and not slot.complete and not slot.dropped]
         return sorted(parts, key=lambda slot: slot.version or ())
 
-    def take(self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]) -> Slot | None:
+    def take_slot(
+        self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]
+    ) -> Slot | None:
         """Make room for a version; None: every slot is in use.
 
         Unused slots go first, then parts that give way, then the oldest complete version. A complete version qualifies
@@ -295,12 +297,12 @@ class Slots:
 
     def abandon_parts(self, before: Version, rank: int, session: object) -> None:
         """A trainer rank moved on to another version: it will not finish its earlier ones."""
-        for slot in self.parts():
+        for slot in self.incomplete_slots():
             if slot.version is not None and slot.version < before and slot.writers.get(rank) == session:
                 del slot.writers[rank]
 
     def drop_older_parts(self, newest: Version) -> None:
-        for slot in self.parts():
+        for slot in self.incomplete_slots():
             if slot.version is not None and slot.version < newest:
                 slot.dropped = True
 
@@ -367,16 +369,16 @@ class AgentState:
     def plan(self, digest: str) -> TransferPlan | None:
         return self._plans.get(digest)
 
-    def checksum(self, version: Version, bucket: int) -> int | None:
+    def get_checksum(self, version: Version, bucket: int) -> int | None:
         """Return the checksum of a bucket that is here, else None."""
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         return None if slot is None else slot.checksums.get(bucket)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldVersion]:
         return self._slots.held()
 
-    def holders(self) -> dict[object, list[Version]]:
-        return self._slots.holders()
+    def list_holders(self) -> dict[object, list[Version]]:
+        return self._slots.list_holders()
 
     def open_plan(self, plan: TransferPlan) -> None:
         self._plans.setdefault(plan.digest(), plan)
@@ -389,50 +391,50 @@ class AgentState:
         By asking, it gives up older versions, finished or not.
         """
         if plan not in self._plans:
-            return [Refuse(call, f"weights of {version}: the plan {plan} is not known here; open it first")]
-        self._ranks.asks(Taker(call, session, rank, version, plan, deadline))
+            return [RefuseCall(call, f"weights of {version}: the plan {plan} is not known here; open it first")]
+        self._ranks.add_taker(Taker(call, session, rank, version, plan, deadline))
         self._slots.abandon_parts(version, rank, session)
         return self._make_use_of_room()
 
-    def seal(
+    def seal_buckets(
         self, call: object, session: object, *, rank: int, version: Version, checksums: Mapping[int, int]
     ) -> list[Instruction]:
         """A trainer rank has written buckets; with its last one it is done with the slot."""
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         if slot is None or slot.plan is None:
-            return [Answer(call, Done())]  # dropped meanwhile: a newer version is here or on its way
+            return [AnswerCall(call, Done())]  # dropped meanwhile: a newer version is here or on its way
         own = {bucket.index for bucket in slot.plan.of_sender(rank)}
         if not checksums.keys() <= own:
-            return [Refuse(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
+            return [RefuseCall(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
         if not all(0 <= checksum < 2**64 for checksum in checksums.values()):
-            return [Refuse(call, f"weights of {version}: rank {rank} sealed with a value that is not a checksum")]
+            return [RefuseCall(call, f"weights of {version}: rank {rank} sealed with a value that is not a checksum")]
         # Only a session that holds the grant may seal: memory may have been granted to another one since.
         if slot.writers.get(rank) != session:
-            return [Refuse(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
+            return [RefuseCall(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
         # The version was complete, so this is a repair. The rank stays a writer until all its repairs are in.
         if slot.complete:
-            instructions = self._mended(slot, checksums)
-            if not self._repairs.wants(version, rank):
+            instructions = self._end_repairs(slot, checksums)
+            if not self._repairs.wants_rewrite(version, rank):
                 del slot.writers[rank]
-            return [Answer(call, Done()), *instructions, *self._make_use_of_room()]
+            return [AnswerCall(call, Done()), *instructions, *self._make_use_of_room()]
         slot.checksums.update(checksums)
         slot.delivered = True
         if own <= slot.checksums.keys():
             del slot.writers[rank]
-        return [Answer(call, Done()), *self._grown(slot)]
+        return [AnswerCall(call, Done()), *self._announce_arrived(slot)]
 
     def await_repair(self, call: object, session: object, *, rank: int) -> list[Instruction]:
         wanted = self._repairs.ready(rank, session, call)
         for version in wanted:
-            slot = self._slots.of(version)
+            slot = self._slots.find_slot(version)
             assert slot is not None
             slot.let_write(rank, session)
-        return [Answer(call, Repair(version, sorted(buckets))) for version, buckets in list(wanted.items())[:1]]
+        return [AnswerCall(call, Repair(version, sorted(buckets))) for version, buckets in list(wanted.items())[:1]]
 
     def no_repair(self, version: Version) -> list[Instruction]:
         """A trainer rank cannot rewrite a version: it has newer weights by now."""
-        slot = self._slots.of(version)
-        return self._give_up(slot) if slot is not None and self._repairs.wants(version) else []
+        slot = self._slots.find_slot(version)
+        return self._give_up(slot) if slot is not None and self._repairs.wants_rewrite(version) else []
 
     def watch(
         self, call: object, session: object, newer_than: Version | None, *, best_effort: bool = False
@@ -444,53 +446,55 @@ class AgentState:
         self._watchers[session] = (call, newer_than, best_effort)
         return self._serve_watchers()
 
-    def borrow(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
+    def borrow_version(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
         """Hold a version, complete or not, until `release`. Return its slot and plan; None: it is not here."""
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         if slot is None or slot.plan is None:
             return None
         slot.readers.add(session)
         return slot.number, slot.plan
 
-    def release(self, session: object, version: Version) -> list[Instruction]:
+    def release_version(self, session: object, version: Version) -> list[Instruction]:
         for slot in self._slots:
             if slot.version == version:
-                slot.release(session)
+                slot.release_reader(session)
         return self._make_use_of_room()
 
     def ask_swap(self, call: object, session: object, deadline: float | None) -> list[Instruction]:
         """A receiver wants to swap; without a deadline it is refused at once if it is not its turn."""
         granted = self._turns.ask(call, session, deadline)
-        return [] if granted is None else [Answer(call, SwapTurn(granted))]
+        return [] if granted is None else [AnswerCall(call, SwapTurn(granted))]
 
     def end_swap(self, session: object) -> list[Instruction]:
-        return [Answer(call, SwapTurn(True)) for call in self._turns.end(session)]
+        return [AnswerCall(call, SwapTurn(True)) for call in self._turns.end(session)]
 
-    def corrupt(self, call: object, session: object, version: Version, bucket: int) -> list[Instruction]:
-        slot = self._slots.of(version)
+    def report_corrupt(self, call: object, session: object, version: Version, bucket: int) -> list[Instruction]:
+        slot = self._slots.find_slot(version)
         if slot is None or not slot.complete or bucket not in slot.checksums:
-            return [Refuse(call, f"weights of {version}: bucket {bucket} is damaged, and the version is given up")]
-        return self._repair(slot, bucket) if self._repairs.report(version, bucket, call, session) else []
+            return [RefuseCall(call, f"weights of {version}: bucket {bucket} is damaged, and the version is given up")]
+        return self._repair_bucket(slot, bucket) if self._repairs.add_repair(version, bucket, call, session) else []
 
-    def peer_has(self, peer: str, held: Sequence[Held]) -> list[Instruction]:
-        self._peers.has(peer, held)
+    def peer_has(self, peer: str, held: Sequence[HeldVersion]) -> list[Instruction]:
+        self._peers.update_held(peer, held)
         lacking = {each.plan for each in held if each.plan not in self._plans and self._is_news(each.version)}
         return [LacksPlan(peer, plan) for plan in sorted(lacking)] + self._make_use_of_room()
 
-    def pulled(self, peer: str, version: Version, bucket: int, checksum: int | None) -> list[Instruction]:
+    def end_pull(self, peer: str, version: Version, bucket: int, checksum: int | None) -> list[Instruction]:
         """A fetch ended; `checksum` is None if the bucket did not come or does not match."""
         self._peers.end(peer, version, bucket, came=checksum is not None)
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         if slot is None or slot.pulling.get(bucket) != peer:
             return self._make_use_of_room()  # the memory it was meant for was given up meanwhile
         del slot.pulling[bucket]
         if self._repairs.pending(version, bucket):
-            mended = self._repair(slot, bucket) if checksum is None else self._mended(slot, {bucket: checksum})
+            mended = (
+                self._repair_bucket(slot, bucket) if checksum is None else self._end_repairs(slot, {bucket: checksum})
+            )
             return mended + self._make_use_of_room()
         if checksum is None:
             return self._make_use_of_room()
         slot.checksums[bucket] = checksum
-        return self._grown(slot)
+        return self._announce_arrived(slot)
 
     def peer_lost(self, peer: str) -> list[Instruction]:
         """The channel to another agent broke; its fetches are reported as failed after this."""
@@ -500,7 +504,7 @@ class AgentState:
     def watch_peer(self, call: object, session: object, revision: int) -> list[Instruction]:
         """Another agent wants to know what is here, as soon as that differs from `revision`."""
         if revision != self._revision:
-            return [Answer(call, PeerHas(self._revision, self.held()))]
+            return [AnswerCall(call, PeerHas(self._revision, self.held()))]
         self._peer_watchers[session] = call
         return []
 
@@ -514,45 +518,45 @@ class AgentState:
             slot.lose(session)
         instructions: list[Instruction] = []
         for version in self._repairs.closed(session):
-            if (damaged := self._slots.of(version)) is not None:
+            if (damaged := self._slots.find_slot(version)) is not None:
                 instructions += self._give_up(damaged)
         return instructions + self.end_swap(session) + self._make_use_of_room()
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed: end overdue waits. Slow readers are left behind before a trainer rank is refused a slot."""
-        instructions: list[Instruction] = [Answer(call, SwapTurn(False)) for call in self._turns.overdue(now)]
+        instructions: list[Instruction] = [AnswerCall(call, SwapTurn(False)) for call in self._turns.take_overdue(now)]
         if self._ranks.are_overdue(now):
             self._slots.leave_readers()
             instructions += self._serve_takers()
-        for late in self._ranks.overdue(now):
+        for late in self._ranks.take_overdue(now):
             reason = f"weights of {late.version}: no slot became free in time ({self._slots.usage()})"
-            instructions.append(Answer(late.call, NoRoom(reason)))
+            instructions.append(AnswerCall(late.call, NoRoom(reason)))
         return instructions
 
     def _serve_takers(self) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for taker in self._ranks.waiting():
-            if answer := self._serve(taker):
-                self._ranks.answered(taker)
+        for taker in self._ranks.list_waiting():
+            if answer := self._serve_taker(taker):
+                self._ranks.remove_taker(taker)
                 instructions += answer
         return instructions
 
-    def _serve(self, taker: Taker) -> list[Instruction]:
+    def _serve_taker(self, taker: Taker) -> list[Instruction]:
         """Answer a trainer rank that wants a slot; empty: it waits."""
         version, newest = taker.version, self.newest
         if newest is not None and version <= newest:
-            return [Answer(taker.call, Unneeded(newest))]
-        slot = self._slots.of(version)
+            return [AnswerCall(taker.call, Unneeded(newest))]
+        slot = self._slots.find_slot(version)
         if slot is not None and slot.digest != taker.plan:
-            return [Refuse(taker.call, f"weights of {version}: other ranks write them under another plan")]
+            return [RefuseCall(taker.call, f"weights of {version}: other ranks write them under another plan")]
         own = {bucket.index for bucket in self._plans[taker.plan].of_sender(taker.rank)}
         there = set() if slot is None else own & slot.checksums.keys()
-        if own == there or self._ranks.overtaken(taker, is_begun=slot is not None):
-            return [Answer(taker.call, Unneeded(version))]
+        if own == there or self._ranks.is_overtaken(taker, is_begun=slot is not None):
+            return [AnswerCall(taker.call, Unneeded(version))]
         # Wait for these fetches: a bucket must not have two writers.
         if slot is not None and own & slot.pulling.keys():
             return []
-        slot, renewed = self._slot_for(version, taker.plan, dispensable=self._dispensable(version))
+        slot, renewed = self._slot_for(version, taker.plan, dispensable=self._list_dispensable(version))
         if slot is None:
             return []
         for bucket in there:
@@ -563,19 +567,19 @@ class AgentState:
     def _slot_for(
         self, version: Version, plan: str, *, dispensable: Container[int]
     ) -> tuple[Slot | None, list[Instruction]]:
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         if slot is not None:
             return slot, []
-        slot = self._slots.take(version, self._plans[plan], plan, dispensable=dispensable)
+        slot = self._slots.take_slot(version, self._plans[plan], plan, dispensable=dispensable)
         if slot is None or not slot.stained:
             return slot, []
         # Whoever may still touch the old memory keeps it; the slot starts afresh.
         slot.stained = False
         return slot, [Renew(slot.number)]
 
-    def _dispensable(self, version: Version) -> set[int]:
+    def _list_dispensable(self, version: Version) -> set[int]:
         """Return the numbers of slots whose parts give way to `version`."""
-        return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
+        return {slot.number for slot in self._slots.incomplete_slots() if self._gives_way(slot, version)}
 
     def _gives_way(self, slot: Slot, version: Version) -> bool:
         """Whether a slot may be reclaimed: nobody writes it, and it can be fetched again or will never be complete."""
@@ -587,27 +591,27 @@ class AgentState:
     def _never_comes(self, slot: Slot, bucket: Bucket) -> bool:
         assert slot.version is not None
         here = bucket.index in slot.checksums or bucket.index in slot.pulling
-        if here or self._peers.have(slot.version, slot.digest, bucket.index):
+        if here or self._peers.is_held(slot.version, slot.digest, bucket.index):
             return False
-        asked = self._ranks.asked(bucket.sender)
+        asked = self._ranks.newest_asked(bucket.sender)
         if asked is not None:
             return asked > slot.version
         if slot.delivered:  # by ranks of this node, so those of other nodes will follow
-            return self._peers.beyond(slot.version, slot.digest, bucket.index)
+            return self._peers.is_newer_held(slot.version, slot.digest, bucket.index)
         return True
 
-    def _grown(self, slot: Slot) -> list[Instruction]:
+    def _announce_arrived(self, slot: Slot) -> list[Instruction]:
         """Buckets arrived: tell other agents, and if the version is now complete, all receivers."""
-        instructions = self._announce()
+        instructions = self._announce_held()
         if slot.complete and slot.version is not None and slot.version == self.newest:
             self._slots.drop_older_parts(slot.version)
             instructions += self._serve_watchers()
         return instructions + self._make_use_of_room()
 
-    def _announce(self) -> list[Instruction]:
+    def _announce_held(self) -> list[Instruction]:
         self._revision += 1
         calls, self._peer_watchers = list(self._peer_watchers.values()), {}
-        return [Answer(call, PeerHas(self._revision, self.held())) for call in calls]
+        return [AnswerCall(call, PeerHas(self._revision, self.held())) for call in calls]
 
     def _serve_watchers(self) -> list[Instruction]:
         slot = self._slots.newest
@@ -619,7 +623,7 @@ class AgentState:
                 del self._watchers[session]
                 (slot.best_effort if best_effort else slot.readers).add(session)
                 checksums = tuple(slot.checksums[bucket.index] for bucket in slot.plan.buckets)
-                instructions.append(Offer(call, slot.version, slot.number, slot.plan, checksums))
+                instructions.append(OfferVersion(call, slot.version, slot.number, slot.plan, checksums))
         return instructions
 
     def _make_use_of_room(self) -> list[Instruction]:
@@ -635,14 +639,16 @@ class AgentState:
         First finish what was begun: otherwise a node slower than the trainer would never complete any version. Then
         take the newest version that can be had whole, skipping those in between; then whatever exists of the newest.
         """
-        offered = {version: plan for version, plan in self._peers.offered(self.newest).items() if plan in self._plans}
-        begun = [slot.version for slot in self._slots.parts() if slot.version in offered]
+        offered = {
+            version: plan for version, plan in self._peers.list_offered(self.newest).items() if plan in self._plans
+        }
+        begun = [slot.version for slot in self._slots.incomplete_slots() if slot.version in offered]
         whole = next((version for version, plan in offered.items() if self._can_be_whole(version, plan)), None)
         instructions: list[Instruction] = []
         for version in dict.fromkeys([*begun, whole, *list(offered)[:1]]):
             if version is None:
                 continue
-            dispensable = self._dispensable(version) if version == whole else ()
+            dispensable = self._list_dispensable(version) if version == whole else ()
             slot, renewed = self._slot_for(version, offered[version], dispensable=dispensable)
             instructions += renewed
             if slot is not None:
@@ -652,10 +658,10 @@ class AgentState:
         return instructions
 
     def _can_be_whole(self, version: Version, plan: str) -> bool:
-        slot = self._slots.of(version)
+        slot = self._slots.find_slot(version)
         here = slot.checksums if slot is not None and slot.digest == plan else {}
         buckets = range(len(self._plans[plan].buckets))
-        return all(bucket in here or self._peers.have(version, plan, bucket) for bucket in buckets)
+        return all(bucket in here or self._peers.is_held(version, plan, bucket) for bucket in buckets)
 
     def _pull_missing(self, slot: Slot) -> list[Instruction]:
         assert slot.version is not None and slot.plan is not None
@@ -664,12 +670,12 @@ class AgentState:
             k = bucket.index
             # A rank that is writing here delivers its own buckets.
             if k not in slot.checksums and k not in slot.pulling and bucket.sender not in slot.writers:
-                source = self._peers.source(slot.version, slot.digest, k)
+                source = self._peers.choose_source(slot.version, slot.digest, k)
                 if source is not None:
-                    instructions.append(self._pull(slot, k, source))
+                    instructions.append(self._start_pull(slot, k, source))
         return instructions
 
-    def _pull(self, slot: Slot, bucket: int, peer: str) -> Pull:
+    def _start_pull(self, slot: Slot, bucket: int, peer: str) -> Pull:
         assert slot.version is not None and slot.plan is not None
         slot.pulling[bucket] = peer
         checksum = self._peers.start(peer, slot.version, slot.digest, bucket)
@@ -679,22 +685,22 @@ class AgentState:
         base_version = base.version if base is not None and usable else None
         return Pull(peer, slot.version, bucket, slot.number, checksum, base_version, slot.plan)
 
-    def _repair(self, slot: Slot, bucket: int) -> list[Instruction]:
+    def _repair_bucket(self, slot: Slot, bucket: int) -> list[Instruction]:
         """Get a damaged bucket again: from another agent, else from the rank that sent it."""
         assert slot.version is not None and slot.plan is not None
         # A busy agent will do: receivers are waiting for this bucket.
-        source = self._peers.source(slot.version, slot.digest, bucket, busy_too=True)
+        source = self._peers.choose_source(slot.version, slot.digest, bucket, busy_too=True)
         if source is not None:
-            return [self._pull(slot, bucket, source)]
+            return [self._start_pull(slot, bucket, source)]
         rank = slot.plan.buckets[bucket].sender
         asked = self._repairs.ask(rank, slot.version, bucket)
         if asked is None:
             return self._give_up(slot)
         session, call = asked
         slot.let_write(rank, session)
-        return [] if call is None else [Answer(call, Repair(slot.version, [bucket]))]
+        return [] if call is None else [AnswerCall(call, Repair(slot.version, [bucket]))]
 
-    def _mended(self, slot: Slot, checksums: Mapping[int, int]) -> list[Instruction]:
+    def _end_repairs(self, slot: Slot, checksums: Mapping[int, int]) -> list[Instruction]:
         """Damaged buckets were rewritten. If a checksum differs from the first one, drop the version."""
         assert slot.version is not None
         instructions: list[Instruction] = []
@@ -704,7 +710,7 @@ class AgentState:
             if checksum != slot.checksums[bucket]:
                 return instructions + self._give_up(slot)
             waiting = self._repairs.end(slot.version, bucket)
-            instructions += [Answer(call, Done()) for calls in waiting.values() for call in calls]
+            instructions += [AnswerCall(call, Done()) for calls in waiting.values() for call in calls]
         return instructions
 
     def _give_up(self, slot: Slot) -> list[Instruction]:
@@ -714,6 +720,6 @@ class AgentState:
         reason = f"weights of {slot.version}: bucket %d does not match its checksum, and no other copy exists"
         waiting = self._repairs.end(slot.version)
         instructions: list[Instruction] = [
-            Refuse(call, reason % bucket) for bucket, calls in waiting.items() for call in calls
+            RefuseCall(call, reason % bucket) for bucket, calls in waiting.items() for call in calls
         ]
-        return instructions + self._announce() + self._make_use_of_room()
+        return instructions + self._announce_held() + self._make_use_of_room()

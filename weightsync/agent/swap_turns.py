@@ -36,7 +36,7 @@ class SwapTurns:
             turns.append(call)
         return turns
 
-    def overdue(self, now: float) -> list[object]:
+    def take_overdue(self, now: float) -> list[object]:
         """Return the calls whose deadline has passed, and forget them."""
         late = [call for call, _, deadline in self._waiting if deadline <= now]
         self._waiting = deque(each for each in self._waiting if each[2] > now)

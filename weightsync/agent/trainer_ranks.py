@@ -26,33 +26,33 @@ class Ranks:
         # By rank, by session; the session that asked last comes last.
         self._asked: dict[int, dict[object, Version]] = {}
 
-    def asks(self, taker: Taker) -> None:
+    def add_taker(self, taker: Taker) -> None:
         asked = self._asked.setdefault(taker.rank, {})
         newest = max(taker.version, asked.pop(taker.session, taker.version))
         # Popped and inserted again, so that this session comes last.
         asked[taker.session] = newest
         self._waiting.append(taker)
 
-    def answered(self, taker: Taker) -> None:
+    def remove_taker(self, taker: Taker) -> None:
         self._waiting.remove(taker)
 
-    def waiting(self) -> list[Taker]:
+    def list_waiting(self) -> list[Taker]:
         """Return the waiting ones: newest lineage first, and in it the oldest step, which is completed first."""
         return sorted(self._waiting, key=lambda taker: (-taker.version.lineage, taker.version.step))
 
-    def asked(self, rank: int) -> Version | None:
+    def newest_asked(self, rank: int) -> Version | None:
         """Return the newest version that a rank asked for; None: it is gone, or on another node."""
         asked = self._asked.get(rank)
         return asked[next(reversed(asked))] if asked else None
 
-    def overtaken(self, taker: Taker, *, is_begun: bool) -> bool:
+    def is_overtaken(self, taker: Taker, *, is_begun: bool) -> bool:
         """Return whether ranks have moved on, so that the version will never be complete.
 
         `is_begun`: the version has a slot, with what other ranks wrote.
         """
         if self._asked[taker.rank][taker.session] > taker.version:
             return True
-        asked = [self.asked(rank) for rank in self._asked]
+        asked = [self.newest_asked(rank) for rank in self._asked]
         return not is_begun and any(each is not None and each > taker.version for each in asked)
 
     def closed(self, session: object) -> None:
@@ -63,7 +63,7 @@ class Ranks:
     def are_overdue(self, now: float) -> bool:
         return any(taker.deadline <= now for taker in self._waiting)
 
-    def overdue(self, now: float) -> list[Taker]:
+    def take_overdue(self, now: float) -> list[Taker]:
         late = [taker for taker in self._waiting if taker.deadline <= now]
         self._waiting = [taker for taker in self._waiting if taker.deadline > now]
         return late
@@ -85,7 +85,7 @@ class Repairs:
         self._waiting: dict[tuple[Version, int], list[tuple[object, object]]] = {}
         self._menders: dict[int, _Mender] = {}
 
-    def report(self, version: Version, bucket: int, call: object, session: object) -> bool:
+    def add_repair(self, version: Version, bucket: int, call: object, session: object) -> bool:
         """A call waits for a bucket's repair; return whether it is the first one."""
         first = not self.pending(version, bucket)
         self._waiting.setdefault((version, bucket), []).append((call, session))
@@ -123,7 +123,7 @@ class Repairs:
         call, mender.call = mender.call, None
         return mender.session, call
 
-    def wants(self, version: Version, rank: int | None = None) -> bool:
+    def wants_rewrite(self, version: Version, rank: int | None = None) -> bool:
         """Return whether a rank (None: any) must rewrite buckets of a version."""
         return any(version in mender.wanted for each, mender in self._menders.items() if rank in (None, each))
 

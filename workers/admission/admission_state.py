@@ -84,11 +84,11 @@ class AdmissionState:
         self._max_dead_letters = max_dead_letters
         self._num_fed, self._feed_ended = num_fed, False
 
-    def restored(self, mark: AdmissionMark) -> Self:
+    def restore_mark(self, mark: AdmissionMark) -> Self:
         """Continue where an earlier incarnation or a checkpoint stood, with the same batch and group size."""
         self._version, self._next_step = mark.version, mark.next_step
         for refill in mark.refills:
-            self._add(refill)
+            self._add_refill(refill)
         return self
 
     @property
@@ -100,7 +100,7 @@ class AdmissionState:
     def version(self) -> int:
         return self._version
 
-    def gate(self, step: int) -> int:
+    def required_version(self, step: int) -> int:
         """Return the version that must exist before a step is admitted."""
         return self._schedule.gate.oldest_version(step)
 
@@ -112,10 +112,10 @@ class AdmissionState:
     def replaced(self) -> frozenset[int]:
         return frozenset(self._replaced)
 
-    def mark(self) -> AdmissionMark:
+    def make_mark(self) -> AdmissionMark:
         return AdmissionMark(self._version, self._next_step, list(self._refills))
 
-    def admissible(self) -> list[int]:
+    def admit_steps(self) -> list[int]:
         """Return the steps that may be admitted now; each step is returned once."""
         newest = min(self._schedule.gate.newest_step(self._version), self._last_step)
         first = self._next_step
@@ -123,15 +123,15 @@ class AdmissionState:
             self._next_step += 1
         return list(range(first, self._next_step))
 
-    def untrained(self) -> range:
+    def untrained_steps(self) -> range:
         """Return the admitted steps that may have groups in no weights yet."""
         first = self._num_trained // self._schedule.rollout_batch_size + 1
         return range(max(first, self._version + 1 - self._schedule.lateness), self._next_step)
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         self._version = max(self._version, version)
 
-    def fed(self, num_rows: int, *, ended: bool) -> None:
+    def note_fed(self, num_rows: int, *, ended: bool) -> None:
         """Note the number of rows of the feed so far; `ended`: no more will come."""
         self._num_fed, self._feed_ended = num_rows, ended
 
@@ -155,24 +155,24 @@ class AdmissionState:
         batch, absent = self._schedule.rollout_batch_size, self._replaced
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
         groups += [refill.group for refill in self._by_step.get(step, ())]
-        return [self._group(group, step) for group in groups if group not in absent]
+        return [self._make_group(group, step) for group in groups if group not in absent]
 
-    def refills(self) -> list[Refill]:
+    def list_refills(self) -> list[Refill]:
         """Return the replaced groups, ordered by their replacements' ids."""
         return list(self._refills)
 
-    def refill(self, step: int, group: int, cause: RemovalCause = UNKNOWN) -> AdmittedGroup | None:
+    def refill_group(self, step: int, group: int, cause: RemovalCause = UNKNOWN) -> AdmittedGroup | None:
         """Replace a group of a step by the next one; None: it was replaced before, or does not belong to this step.
         Raises NothingToLearn or TooManyFailures if too many groups of the step were filtered out or are dead letters.
         """
-        if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
+        if group in self._replaced or not self._is_admitted(group) or self.step_of(group) != step:
             return None
         if cause.filtered:
             self._check_filtered(step)
         else:
             self._check_dead_letters(step, cause)
-        self._add(Refill(self.admitted_groups, step, group, cause))
-        return self._group(self._refills[-1].group, step)
+        self._add_refill(Refill(self.admitted_groups, step, group, cause))
+        return self._make_group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:
         earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
@@ -186,15 +186,15 @@ class AdmissionState:
         found: dict[int, list[int]] = {}
         for row in sorted(set(rows)):
             group = row // self.group_size
-            if self._admitted(group) and group not in self._replaced:
+            if self._is_admitted(group) and group not in self._replaced:
                 found.setdefault(group, []).append(row)
         return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
 
-    def missing(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
+    def missing_groups(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
         """Return the untrained groups to put again after a restart, each with its absent rows. `present`: step -> rows
         that exist somewhere, or are finished."""
         missing = []
-        for step in self.untrained():
+        for step in self.untrained_steps():
             there = set(present.get(step, ()))
             for group in self.groups_of(step):
                 absent = tuple(row for row in group.rows if row not in there)
@@ -222,7 +222,7 @@ class AdmissionState:
                 f"{cause.task or 'a task'}"
             )
 
-    def _admitted(self, group: int) -> bool:
+    def _is_admitted(self, group: int) -> bool:
         return 0 <= group < self.admitted_groups and group not in self._over
 
     def _is_fed(self, step: int) -> bool:
@@ -235,12 +235,12 @@ class AdmissionState:
         # `taken[k] - k` counts the free ids below the k-th taken one.
         return group + bisect_right(range(len(taken)), group, key=lambda k: taken[k] - k)
 
-    def _add(self, refill: Refill) -> None:
+    def _add_refill(self, refill: Refill) -> None:
         self._refills.append(refill)
         self._replaced.add(refill.replaced)
         self._by_step.setdefault(refill.step, []).append(refill)
         insort(self._taken, refill.group)
 
-    def _group(self, group: int, step: int) -> AdmittedGroup:
+    def _make_group(self, group: int, step: int) -> AdmittedGroup:
         size = self.group_size
         return AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))

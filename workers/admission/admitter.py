@@ -75,7 +75,7 @@ class KeepRule:
     # (partition that a row was saved in, step that it is admitted for) -> columns whose values still hold
     usable: Callable[[int, int], Collection[str]]
 
-    def kept(self, row: SavedRow, *, step: int) -> Kept | None:
+    def decide_kept(self, row: SavedRow, *, step: int) -> Kept | None:
         """Return what to keep of a row whose group is admitted for `step`; None: generate it again."""
         if row.newest > self.saved_step or row.oldest < self.gate.oldest_version(step):
             return None
@@ -95,8 +95,8 @@ class _Found:
 
 
 class SavedRows:
-    """The rows of one snapshot, by row number. Used by one thread; reads nothing before the first `take`. `warn` is
-    called if the snapshot is missing or damaged; then nothing of it is used."""
+    """The rows of one snapshot, by row number. Used by one thread; reads nothing before the first `take_groups`. `warn`
+    is called if the snapshot is missing or damaged; then nothing of it is used."""
 
     def __init__(
         self,
@@ -110,22 +110,22 @@ class SavedRows:
         self._warn = warn
         self._found: dict[int, _Found] | None = None
 
-    def take(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
+    def take_groups(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
         """Yield what is kept of admitted groups, in pieces of at most `most` rows that can be put; each row once."""
         try:
             if self._found is None:
-                self._found = self._index()
-            yield from self._pieces(groups, most)
+                self._found = self._index_rows()
+            yield from self._make_chunks(groups, most)
         except CheckpointError as error:
             self._warn(f"{error}; its samples are generated again")
             self._found = {}  # use nothing of it from now on
 
-    def _pieces(self, groups: Sequence[AdmittedGroup], most: int) -> Iterator[SnapshotChunk]:
+    def _make_chunks(self, groups: Sequence[AdmittedGroup], most: int) -> Iterator[SnapshotChunk]:
         alike: dict[tuple[str, int, int, Kept], list[tuple[_Found, int, int]]] = {}
         for group in groups:
             for number in group.rows:
                 found = (self._found or {}).pop(number, None)
-                kept = None if found is None else self._rule.kept(found.row, step=group.step)
+                kept = None if found is None else self._rule.decide_kept(found.row, step=group.step)
                 if found is not None and kept is not None:
                     key = (str(found.place.path), found.place.number, group.step, kept)
                     alike.setdefault(key, []).append((found, number, group.group))
@@ -144,7 +144,7 @@ class SavedRows:
                     commits={task: list(range(len(part))) for task in sorted(kept.tasks)},
                 )
 
-    def _index(self) -> dict[int, _Found]:
+    def _index_rows(self) -> dict[int, _Found]:
         read_manifest(self._directory)
         found: dict[int, _Found] = {}
         for place in chunk_places(self._directory):
@@ -215,7 +215,7 @@ class PromptAdmitter:
         self._threads = threads
         self._saved = saved
         self._events: queue.SimpleQueue[int | Lost | GroupRemoved | Fed | None] = queue.SimpleQueue()
-        self._refills = tuple(state.refills())
+        self._refills = tuple(state.list_refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
         # Removed groups that wait for a row of the feed to replace them.
@@ -240,11 +240,11 @@ class PromptAdmitter:
         self.started = True
         self._published = known_rows is not None
         if known_rows is not None:
-            self._missing = self._state.missing(known_rows)
-            self._reopened = list(self._state.untrained())
-        self._thread = self._threads.start(self._run, name="admission")
+            self._missing = self._state.missing_groups(known_rows)
+            self._reopened = list(self._state.untrained_steps())
+        self._thread = self._threads.start(self._admit_until_closed, name="admission")
 
-    def add(self, event: int | Lost | GroupRemoved | Fed) -> None:
+    def add_event(self, event: int | Lost | GroupRemoved | Fed) -> None:
         """Queue an event: a published version, lost rows, a removed group, or fed rows. Any thread may call."""
         self._events.put(event)
 
@@ -254,58 +254,58 @@ class PromptAdmitter:
             self._thread.join(timeout=5)
         self._client.close()
 
-    def _run(self) -> None:
+    def _admit_until_closed(self) -> None:
         for step in self._reopened:  # the mark is saved before a step is opened, so some may not have been opened
-            self._open(step)
+            self._open_step(step)
         self._put_again(self._missing)
-        self._admit()
+        self._admit_steps()
         while (event := self._events.get()) is not None:
-            self._handle(event)
+            self._handle_event(event)
             self._end_with_feed()
 
-    def _handle(self, event: int | Lost | GroupRemoved | Fed) -> None:
+    def _handle_event(self, event: int | Lost | GroupRemoved | Fed) -> None:
         match event:
             case int():
                 self._published = True
-                self._state.published(event)
-                self._admit()
+                self._state.note_published(event)
+                self._admit_steps()
             case Lost():
                 self._put_again(self._state.groups_of_rows(event.rows))
             case Fed():
-                self._state.fed(event.num_rows, ended=event.ended)
+                self._state.note_fed(event.num_rows, ended=event.ended)
                 waiting, self._unreplaced = self._unreplaced, []
                 for removed in waiting:
-                    self._handle(removed)
-                self._admit()
+                    self._handle_event(removed)
+                self._admit_steps()
             case GroupRemoved() if not self._state.can_refill:
                 self._unreplaced.append(event)
             case GroupRemoved():
-                group = self._refill(event)
+                group = self._refill_group(event)
                 if group is None:
                     return  # already replaced: two controllers reported it
                 # The order matters: tasks and mark must be durable before the rows exist.
                 self._draw([group.group], self._state.version)
-                self._save(self._state.mark())
-                self._refills = tuple(self._state.refills())
+                self._save(self._state.make_mark())
+                self._refills = tuple(self._state.list_refills())
                 if not event.cause.filtered:
                     cause = f"after {event.cause.deliveries} deliveries to {event.cause.task}"
                     then = f"group {group.group} takes its place in step {event.partition}"
-                    self._warnings.warn(f"group {event.group} became a dead letter {cause}; {then}")
+                    self._warnings.log_warning(f"group {event.group} became a dead letter {cause}; {then}")
                 self._put_new([group])
 
-    def _refill(self, event: GroupRemoved) -> AdmittedGroup | None:
+    def _refill_group(self, event: GroupRemoved) -> AdmittedGroup | None:
         try:
-            return self._state.refill(event.partition, event.group, event.cause)
+            return self._state.refill_group(event.partition, event.group, event.cause)
         except TooManyFailures as error:
             why = self._last_failure() or "see `last error` of `asyncflow status`, and the logs of that task's role"
             raise TooManyFailures(f"{error}; the last reason: {why}; correct that and resume") from error
 
-    def _admit(self) -> None:
-        for step in self._state.admissible():
-            self._draw([group.group for group in self._state.groups_of(step)], self._state.gate(step))
+    def _admit_steps(self) -> None:
+        for step in self._state.admit_steps():
+            self._draw([group.group for group in self._state.groups_of(step)], self._state.required_version(step))
             # Durable before the rows exist, so that no group id is ever given out twice.
-            self._save(self._state.mark())
-            self._open(step)
+            self._save(self._state.make_mark())
+            self._open_step(step)
             self._put_new(self._state.groups_of(step))
 
     def _end_with_feed(self) -> None:
@@ -316,13 +316,13 @@ class PromptAdmitter:
             self._feed_ended(last_step, self._state.num_left)
             self._client.stop()
 
-    def _open(self, step: int) -> None:
+    def _open_step(self, step: int) -> None:
         self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
 
     def _put_new(self, groups: Sequence[AdmittedGroup]) -> None:
         done: set[int] = set()
         most = self._groups_per_put(len(groups)) * self._state.group_size
-        for piece in () if self._saved is None else self._saved.take(groups, most=most):
+        for piece in () if self._saved is None else self._saved.take_groups(groups, most=most):
             self._client.put_rows(
                 piece.columns,
                 partition=piece.partition,
@@ -336,19 +336,19 @@ class PromptAdmitter:
             logger.info("%d finished samples of the checkpoint are used", len(done))
             left = [(group, tuple(row for row in group.rows if row not in done)) for group in groups]
             groups = [AdmittedGroup(group.group, group.step, rows) for group, rows in left if rows]
-        self._put(groups)
+        self._put_groups(groups)
 
     def _put_again(self, groups: Sequence[AdmittedGroup]) -> None:
         """Put rows that were in the queue before. A returning unit may have brought some of them back."""
         try:
-            self._put(groups)
+            self._put_groups(groups)
         except RowsExist:
             for group in groups:
                 for row in group.rows:
                     with contextlib.suppress(RowsExist):
-                        self._put([AdmittedGroup(group.group, group.step, (row,))])
+                        self._put_groups([AdmittedGroup(group.group, group.step, (row,))])
 
-    def _put(self, groups: Sequence[AdmittedGroup]) -> None:
+    def _put_groups(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)
         # Some of these rows exist: put the others one by one.
         for group in groups:
@@ -388,8 +388,8 @@ def prompt_admission(
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:
-        now = state if place.mark is None else state.restored(place.mark)
-        now.published(place.version)
+        now = state if place.mark is None else state.restore_mark(place.mark)
+        now.note_published(place.version)
         admitter = PromptAdmitter(
             now,
             QueueClient(credentials, name, config=config, attempt=place.starts),
@@ -403,7 +403,7 @@ def prompt_admission(
             last_failure=last_failure,
         )
         if feed is not None:
-            feed.watch(admitter.add)
+            feed.watch(admitter.add_event)
         return admitter
 
     return make

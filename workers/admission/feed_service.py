@@ -14,7 +14,7 @@ from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.server import Call, ChannelServer, ChannelSession
 from workers.data.prompt_dataset import FedPrompts
 
 SERVICE = "feed"
@@ -65,23 +65,23 @@ class FeedService:
         message, rows = call.message, self._prompts.rows
         with self._lock:
             if isinstance(message, OpenFeed) and not message.again:
-                rows.take(message.feeder, message.process)
+                rows.take_ownership(message.feeder, message.process)
             elif rows.owner(message.feeder) != message.process:
                 raise ConfigError(f"feeder {message.feeder}: another process has this name now; use another one")
             if isinstance(message, PutFeed):
-                self._put(message)
+                self._put_rows(message)
             elif isinstance(message, EndFeed):
                 rows.end(message.feeder)
             last = rows.last_sequence(message.feeder)
-        call.reply(FedUpTo(last))
+        call.send_reply(FedUpTo(last))
 
-    def disconnected(self, session: Session) -> None:
+    def handle_disconnect(self, session: ChannelSession) -> None:
         """Do nothing: a feeder may come back at any time."""
 
     def close(self) -> None:
         self._server.close()
 
-    def _put(self, message: PutFeed) -> None:
+    def _put_rows(self, message: PutFeed) -> None:
         try:
             given: list[dict[str, Any]] = json_decoder(list[dict[str, Any]]).decode(message.rows)
         except UNREADABLE as error:

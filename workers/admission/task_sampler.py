@@ -43,7 +43,7 @@ _LEDGER_S = 60.0
 _LOOK_S = 0.05
 
 
-class Draw(msgspec.Struct, frozen=True):
+class TaskDraw(msgspec.Struct, frozen=True):
     step: int  # The weights that had to exist
     told: int  # Last step whose results were known
     indices: dict[int, int]  # Group -> its task
@@ -69,17 +69,17 @@ class UserSampler:
         )
 
     def next(self) -> int:
-        index = self._made.call("next", on="next()")
+        index = self._made.call_method("next", on="next()")
         if type(index) is not int or index < 0 or (self._size is not None and index >= self._size):
             wanted = "0 or more" if self._size is None else f"0 to {self._size - 1}"
             raise UserCodeFailed(f"{self._made.what} returned {index!r} on next(); return a task's index, {wanted}")
         return index
 
     def told(self, index: int, rewards: Sequence[float]) -> None:
-        self._made.call("told", index, list(rewards), on=f"told(index={index}, rewards={list(rewards)})")
+        self._made.call_method("told", index, list(rewards), on=f"told(index={index}, rewards={list(rewards)})")
 
     def state(self) -> Any:
-        state = self._made.call("state", on="state()")
+        state = self._made.call_method("state", on="state()")
         try:
             # A round trip, so that the running sampler and a resumed one see the same state.
             return msgspec.json.decode(msgspec.json.encode(state))
@@ -87,7 +87,7 @@ class UserSampler:
             raise UserCodeFailed(f"{self._made.what} returned a state that JSON cannot hold: {error}") from error
 
     def load(self, state: Any) -> None:
-        self._made.call("load", state, on="load(state)")
+        self._made.call_method("load", state, on="load(state)")
 
     def close(self) -> None:
         self._made.close()
@@ -143,7 +143,7 @@ class TaskSampler:
     def index_of(self, group: int) -> int:
         return self._indices[group]
 
-    def draw(self, groups: Sequence[int], version: int) -> None:
+    def draw_tasks(self, groups: Sequence[int], version: int) -> None:
         """Draw tasks for those groups that have none, durably; waits while the disk is full. `version`, of the weights
         that had to exist, never decreases between calls.
 
@@ -154,7 +154,7 @@ class TaskSampler:
             return
         self._progress()
         while self._told < version - 1:
-            for group, rewards in self._results.of(self._told + 1):
+            for group, rewards in self._results.results_of_step(self._told + 1):
                 if group in self._indices:
                     self._progress()
                     self._sampler.told(self._indices[group], rewards)
@@ -163,12 +163,12 @@ class TaskSampler:
         for group in new:
             self._progress()
             drawn[group] = self._sampler.next()
-        line = Draw(version, self._told, drawn, self._sampler.state())
+        line = TaskDraw(version, self._told, drawn, self._sampler.state())
         self._file.write([msgspec.to_builtins(line, str_keys=True)])
-        self._save()
+        self._sync_file()
         self._indices |= drawn
 
-    def _save(self) -> None:
+    def _sync_file(self) -> None:
         while True:
             try:
                 self._file.sync()
@@ -204,7 +204,7 @@ class StepResults:
         self._clock = clock
         self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
-    def of(self, step: int) -> list[tuple[int, list[float]]]:
+    def results_of_step(self, step: int) -> list[tuple[int, list[float]]]:
         """Return group and rewards of a finished step, by group; no rewards for a replaced group. Raises
         DeadlineExceeded."""
         deadline = self._clock() + self._timeout_s
@@ -225,9 +225,9 @@ class StepResults:
         return sum("indices" in line for line in self._lines.get(step, ())) >= self._batch
 
 
-def read_draws(path: Path) -> list[Draw]:
+def read_draws(path: Path) -> list[TaskDraw]:
     """Return the lines of `sampler.jsonl`; none if there is no file. Raises ConfigError if one is wrong."""
-    return LineReader(path, json_decoder(Draw).decode).read()
+    return LineReader(path, json_decoder(TaskDraw).decode).read()
 
 
 def missing_state(path: Path) -> ConfigError:

@@ -22,12 +22,12 @@ from workers.agents.wire import (
     Failed,
     Finished,
     FromService,
-    Ready,
+    ServiceReady,
     Setup,
     ToService,
 )
 from workers.agents.worker import load_rollout
-from workers.calls.child_process import Channel, Refused
+from workers.calls.child_process import Refused, StreamChannel
 from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
@@ -85,13 +85,13 @@ def trial(setup: Mapping[str, Any]) -> Callee:
 
 async def _one_rollout(setup: Setup, task: str, words: Sequence[int]) -> dict[str, Any]:
     ours, theirs = socket.socketpair()
-    engine: Channel[ToService, FromService] = await Channel.open(ours, FromService)
+    engine: StreamChannel[ToService, FromService] = await StreamChannel.open(ours, FromService)
     serving = asyncio.create_task(serve(theirs))
     engine.send(setup)
     try:
         while (message := await engine.receive()) is not None:
             match message:
-                case Ready():
+                case ServiceReady():
                     engine.send(Begin(ticket=0, task=task, index=0, group=0, member=0, seed=0))
                 case Draw():
                     tokens = [*words[: message.max_tokens - 1], *message.stop_ids[:1]]

@@ -9,7 +9,7 @@ from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.session import Session
 from workers.agents.turns import ChatRequest, Message, Reply
-from workers.agents.wire import Begin, Done, Drawn, Finished, Setup
+from workers.agents.wire import AttemptDone, Begin, Drawn, Finished, Setup
 
 DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew."""
@@ -54,7 +54,7 @@ class Run:
         self._cut = False
         self._response = ""
 
-    async def complete(self, request: ChatRequest, *, draw: DrawCall) -> Reply:
+    async def complete_turn(self, request: ChatRequest, *, draw: DrawCall) -> Reply:
         """Have the policy reply.
 
         Raises:
@@ -65,12 +65,12 @@ class Run:
         """
         session = self._session
         if request.token_ids is None:
-            prompt = session.prompt(request.messages, request.tools)
+            prompt = session.make_prompt(request.messages, request.tools)
         else:
             prompt = session.prompt_of_ids(request.token_ids)
         await self._until_tokens_are_free()
         try:
-            room = self._room(len(prompt.ids), request.max_tokens)
+            room = self._tokens_left(len(prompt.ids), request.max_tokens)
         except (BudgetIsSpent, ContextLengthExceeded):
             self.spent = True
             raise
@@ -87,7 +87,7 @@ class Run:
         if self.ended:
             raise SessionGone("this rollout has ended")
         self._num_drawn += len(drawn.token_ids)
-        node, message = session.record(prompt, drawn)
+        node, message = session.record_reply(prompt, drawn)
         before = [] if prompt.parent is None else self._conversations[prompt.parent]
         shared = [old if old == new else new for old, new in zip(before, request.messages, strict=False)]
         self._conversations[node] = [*shared, *request.messages[len(shared) :], message]
@@ -97,11 +97,11 @@ class Run:
         tokens = drawn.token_ids
         return Reply(message, reason, tokens, node, self.number, drawn.log_probs, len(prompt.ids), drawn.stop)
 
-    def result(self, done: Done, *, spent: bool) -> Finished:
+    def result(self, done: AttemptDone, *, spent: bool) -> Finished:
         """Return the outcome; `spent`: a budget ended the rollout. Raises BadAgentRequest if nothing was drawn, or
         `done` names pieces that were not."""
-        ends = self._session.ends(done.nodes or None)
-        samples = self._session.samples(ends)
+        ends = self._session.sample_ends(done.nodes or None)
+        samples = self._session.collect_samples(ends)
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was never asked for a reply")
         now = time.monotonic()
@@ -130,7 +130,7 @@ class Run:
             if self.ended:
                 raise SessionGone("this rollout has ended")
 
-    def _room(self, num_prompt: int, max_tokens: int | None) -> int:
+    def _tokens_left(self, num_prompt: int, max_tokens: int | None) -> int:
         setup = self._setup
         if setup.max_turns and self._turns >= setup.max_turns:
             raise BudgetIsSpent(f"rollout.max_turns: this rollout has used its {setup.max_turns} turns")

@@ -64,12 +64,12 @@ class TextEnvironment(Environment):
         self._env = gymnasium.make(task["env"], disable_env_checker=True, **task.get("options", {}))
         observation, _ = self._env.reset(seed=task.get("seed"))
         rules = [{"role": "system", "content": task["instruction"]}] if task.get("instruction") else []
-        return [*rules, {"role": "user", "content": self._text(observation)}]
+        return [*rules, {"role": "user", "content": self._check_text(observation)}]
 
     def step(self, reply: Reply) -> Step:
         """Act; the observation becomes the user's next message."""
         observation, reward, terminated, truncated, _ = self._env.step(self.action(reply))
-        return self._text(observation), float(reward), bool(terminated or truncated)
+        return self._check_text(observation), float(reward), bool(terminated or truncated)
 
     def action(self, reply: Reply) -> str:
         """Return the environment's action: by default the whole reply."""
@@ -79,7 +79,7 @@ class TextEnvironment(Environment):
         if hasattr(self, "_env"):
             self._env.close()
 
-    def _text(self, observation: Any) -> str:
+    def _check_text(self, observation: Any) -> str:
         if not isinstance(observation, str):
             kind, name = type(observation).__name__, self._env.spec.id if self._env.spec else "the environment"
             raise UserCodeFailed(

@@ -65,24 +65,24 @@ class OtherModel:
         for attempt in range(self._config.retries + 1):
             if attempt:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S))
-            status, said = await self._ask(body)
+            status, said = await self._post_request(body)
             if status not in _PASSING:
                 break
         if status != 200:
             how = "does not answer" if status == _NO_ANSWER else f"answered {status}"
-            raise self._failed(f"{how}: {said}" + (f" (asked {attempt + 1} times)" if attempt else ""))
+            raise self._make_failure(f"{how}: {said}" + (f" (asked {attempt + 1} times)" if attempt else ""))
         try:
             choice = json.loads(said)["choices"][0]
             message = {name: value for name, value in choice["message"].items() if value is not None}
             return Utterance({"content": "", **message}, str(choice.get("finish_reason")))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise self._failed(f"answered with something that is not a chat completion: {said}") from error
+            raise self._make_failure(f"answered with something that is not a chat completion: {said}") from error
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, body: Mapping[str, Any]) -> tuple[int, str]:
+    async def _post_request(self, body: Mapping[str, Any]) -> tuple[int, str]:
         """Return (status, body), or (`_NO_ANSWER`, reason)."""
         import aiohttp
 
@@ -99,7 +99,7 @@ class OtherModel:
         except (aiohttp.ClientError, OSError) as error:
             return _NO_ANSWER, one_line(error)
 
-    def _failed(self, how: str) -> UserCodeFailed:
+    def _make_failure(self, how: str) -> UserCodeFailed:
         # A server may repeat the key that it refuses.
         shown = " ".join((how.replace(self._key, "***") if self._key else how).split())
         shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
@@ -177,10 +177,10 @@ async def _follow(
             why = " for a file longer than rollout.max_file_gb" if code == -signal.SIGXFSZ else ""
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             how = f"{ended_how(code)}{why}" + (f": {printable(last[-_MOST_SHOWN:])}" if last else "")
-            _warnings.warn(f"rollout.agent_command {how}", said and f"; it said\n{said}")
+            _warnings.log_warning(f"rollout.agent_command {how}", said and f"; it said\n{said}")
             raise UserCodeFailed(f"rollout.agent_command {how}")
         if said:
-            _outputs.warn("a program said", f"\n{said}")
+            _outputs.log_warning("a program said", f"\n{said}")
         return await asyncio.to_thread(_result, scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -196,7 +196,7 @@ class _Output:
         self._from, self.pipe = os.pipe()
         os.set_blocking(self._from, False)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._from, self._read)
+        self._loop.add_reader(self._from, self._read_chunk)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +204,7 @@ class _Output:
         os.close(self._from)
         os.close(self.pipe)
 
-    def _read(self) -> bool:
+    def _read_chunk(self) -> bool:
         """Read one chunk; return whether there was anything."""
         try:
             chunk = os.read(self._from, _CHUNK_BYTES)
@@ -217,7 +217,7 @@ class _Output:
         """Return the end of the output of a program that has exited."""
         # Its output is in the pipe by now. Do not wait for end of file: children left behind may hold the pipe open.
         for _ in range(_MOST_PIPE_BYTES // _CHUNK_BYTES):
-            if not self._read():
+            if not self._read_chunk():
                 break
         return self._said.decode(errors="replace")
 

@@ -193,7 +193,7 @@ class TemplateRenderer:
         if not tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer of {tokenizer.name_or_path} has no chat template; add one")
         try:
-            opening = self._text([_user("x")], None, prompt=True)
+            opening = self._render_text([_user("x")], None, prompt=True)
         except BadAgentRequest as error:
             raise ConfigError(f"model.path: {error}") from error
         self._thinks = opening.rstrip().endswith("<think>")
@@ -213,7 +213,7 @@ class TemplateRenderer:
         """See `Renderer`; raises ConfigError if there are tools but the template ignores them."""
         if tools:
             self._check_tools()
-        return self._encode(self._text(messages, tools, prompt=True))
+        return self._encode_text(self._render_text(messages, tools, prompt=True))
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         shown = [token for token in token_ids if token not in self._hidden]
@@ -225,13 +225,13 @@ class TemplateRenderer:
         roles = tuple(str(message["role"]) for message in new_messages)
         if not roles or "assistant" in roles or not previous_ids or not self._is_proven(roles, bool(tools)):
             return None
-        suffix = self._suffix(new_messages, tools)
+        suffix = self._encode_suffix(new_messages, tools)
         if suffix is None:
             return None
         # A reply that was cut off gets the template's end mark, which is not trained on.
         return [*previous_ids, *(suffix[1:] if previous_ids[-1] in self._stop_ids else suffix)]
 
-    def _suffix(self, new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
+    def _encode_suffix(self, new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
         """Return the ids from a dummy reply's end mark on when `new_messages` follow it, if the template allows it."""
         mark = _MARK
         # The mark must not occur in the messages themselves.
@@ -239,18 +239,18 @@ class TemplateRenderer:
             mark += "z"
         dummies = [_user("x"), _reply(new_messages, mark)]
         try:
-            return self._behind(self._text([*dummies, *new_messages], tools, prompt=True), mark)[1]
+            return self._split_at_mark(self._render_text([*dummies, *new_messages], tools, prompt=True), mark)[1]
         except BadAgentRequest:
             return None
 
-    def _behind(self, text: str, mark: str) -> tuple[str, list[int] | None]:
+    def _split_at_mark(self, text: str, mark: str) -> tuple[str, list[int] | None]:
         """Split a rendered conversation at the end mark of the reply with `mark`: (text before, ids after or None
         without one)."""
         before, found, behind = text.rpartition(mark)
         cuts = [cut for cut in map(behind.find, self._stop_texts) if cut >= 0]
         if not found or not cuts:
             return text, None
-        ids = self._encode(behind[min(cuts) :])
+        ids = self._encode_text(behind[min(cuts) :])
         return before + mark + behind[: min(cuts)], ids if ids[0] in self._stop_ids else None
 
     def _is_proven(self, roles: tuple[str, ...], with_tools: bool) -> bool:
@@ -259,7 +259,7 @@ class TemplateRenderer:
         key = shape, with_tools
         with self._lock:
             if key not in self._proven:
-                self._proven[key] = self._prove(*key)
+                self._proven[key] = self._prove_bridge(*key)
                 if not self._proven[key]:
                     logger.warning(
                         "the chat template of %s rewrites the conversation before new messages of %s%s: there each "
@@ -270,31 +270,31 @@ class TemplateRenderer:
                     )
             return self._proven[key]
 
-    def _prove(self, roles: Sequence[str], with_tools: bool) -> bool:
+    def _prove_bridge(self, roles: Sequence[str], with_tools: bool) -> bool:
         tools = [TOOL] if with_tools else None
         asked = [_user("What is 6*7?"), {"role": "assistant", "content": "42."}, _user("And 37*64?")]
         new = dummy_messages(roles)
         try:
-            histories = tuple(self._text(asked, tools, prompt=prompt) for prompt in (True, False))
-            whole = self._text([*asked, _reply(new, f"Well, {_MARK}"), *new], tools, prompt=True)
+            histories = tuple(self._render_text(asked, tools, prompt=prompt) for prompt in (True, False))
+            whole = self._render_text([*asked, _reply(new, f"Well, {_MARK}"), *new], tools, prompt=True)
         except BadAgentRequest:
             return False
-        first, suffix = self._behind(whole, _MARK)
+        first, suffix = self._split_at_mark(whole, _MARK)
         # Earlier messages must render the same whether or not new ones follow.
-        if suffix is None or suffix != self._suffix(new, tools) or not whole.startswith(histories):
+        if suffix is None or suffix != self._encode_suffix(new, tools) or not whole.startswith(histories):
             return False
         says_all = all(message["content"] in whole[len(first) :] for message in new)
-        return says_all and self._encode(whole) == [*self._encode(first), *suffix]
+        return says_all and self._encode_text(whole) == [*self._encode_text(first), *suffix]
 
     def _find_stop_ids(self, given: Sequence[int]) -> tuple[int, ...]:
         """Return the end mark of a dummy reply, then the other tokens that end a response."""
         tokenizer = self._tokenizer
         ends = dict.fromkeys([*given, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
         try:
-            whole = self._text([_user("x"), _reply([], _MARK)], None, prompt=False)
+            whole = self._render_text([_user("x"), _reply([], _MARK)], None, prompt=False)
         except BadAgentRequest:
             whole = ""
-        behind = self._encode(whole.rpartition(_MARK)[2])
+        behind = self._encode_text(whole.rpartition(_MARK)[2])
         special = ends.keys() | _special_ids(tokenizer)
         own = next((token for token in behind if token in special), None)
         if own is None and not ends:
@@ -307,14 +307,16 @@ class TemplateRenderer:
     def _check_tools(self) -> None:
         if self._takes_tools is None:
             plain = [_user("x")]
-            self._takes_tools = self._text(plain, [TOOL], prompt=True) != self._text(plain, None, prompt=True)
+            self._takes_tools = self._render_text(plain, [TOOL], prompt=True) != self._render_text(
+                plain, None, prompt=True
+            )
         if not self._takes_tools:
             raise ConfigError(
                 f"model.path: the chat template of {self._tokenizer.name_or_path} ignores tools, so the model would "
                 f"not learn about them; describe them in a system message, or give the model a template that has them"
             )
 
-    def _text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
+    def _render_text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
         with self._lock:
             try:
                 return str(
@@ -331,7 +333,7 @@ class TemplateRenderer:
                 where = self._tokenizer.name_or_path
                 raise BadAgentRequest("messages", f"the chat template of {where} fails: {one_line(error)}") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         with self._lock:
             legal = text.encode(errors="replace").decode()  # JSON may escape a lone surrogate ("\\ud800")
             return list(self._tokenizer.encode(legal, add_special_tokens=False))
@@ -480,7 +482,7 @@ class PackageRenderer:
             self._renderer = create_renderer(tokenizer, _with_options(config, templates.options))
             if hasattr(self._renderer, "config"):
                 self._renderer.config = _at_time(self._renderer.config, templates.time)
-            opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
+            opened, plain = ([*self._render_ids([_HELLO], prompt)] for prompt in (True, False))
         except Exception as error:  # (the package may raise anything)
             raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error
         self._lock = threading.RLock()
@@ -493,7 +495,7 @@ class PackageRenderer:
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         with self._lock:
             try:
-                return self._ids(messages, True, tools)
+                return self._render_ids(messages, True, tools)
             except Exception as error:  # (like a template, it may raise anything)
                 raise BadAgentRequest("messages", f"the renderer fails: {one_line(error)}") from error
 
@@ -515,7 +517,7 @@ class PackageRenderer:
         return message | ({"tool_calls": calls} if calls else {})
 
     def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
-        before, drawn = self._split(previous_ids)
+        before, drawn = self._split_at_opening(previous_ids)
         with self._lock:
             bridged = self._renderer.bridge_to_next_turn(
                 before, drawn, normalized(new_messages, arguments="object"), tools=list(tools) if tools else None
@@ -523,13 +525,13 @@ class PackageRenderer:
         ids = None if bridged is None else list(bridged.token_ids)
         return ids if ids is not None and ids[: len(previous_ids)] == list(previous_ids) else None
 
-    def _ids(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> list[int]:
+    def _render_ids(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> list[int]:
         plain = normalized(messages, arguments="object")
         return list(
             self._renderer.render_ids(plain, tools=list(tools) if tools else None, add_generation_prompt=prompt)
         )
 
-    def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _split_at_opening(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Split ids into the last prompt and what was drawn, after the last opening of an assistant's message."""
         size = len(self._opening)
         for at in range(len(ids) - size, -1, -1):

@@ -32,9 +32,9 @@ from workers.agents.user_workers import Heard, UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
     Ask,
+    AttemptDone,
     Begin,
     Begun,
-    Done,
     Draw,
     Drawn,
     Failed,
@@ -43,12 +43,12 @@ from workers.agents.wire import (
     NotStarted,
     NotTold,
     PendingReplies,
-    Ping,
-    Pong,
+    PingLoop,
+    PongLoop,
     ProcessorTime,
     Raised,
-    Ready,
     Retried,
+    ServiceReady,
     Setup,
     Start,
     Told,
@@ -57,7 +57,7 @@ from workers.agents.wire import (
     Warned,
 )
 from workers.agents.worker import NOBODY
-from workers.calls.child_process import Channel, Refused, parent_socket
+from workers.calls.child_process import Refused, StreamChannel, parent_socket
 
 if TYPE_CHECKING:
     from workers.agents.gateway import Gateway
@@ -76,7 +76,7 @@ class Service:
     """All sessions of one instance; runs in one event loop. The constructor raises ConfigError if the tokenizer or its
     template is unusable."""
 
-    def __init__(self, engine: Channel[FromService, ToService], setup: Setup) -> None:
+    def __init__(self, engine: StreamChannel[FromService, ToService], setup: Setup) -> None:
         self._engine = engine
         self._setup = setup
         self._renderer = load_renderer(Path(setup.model_dir), setup.renderer, setup.templates)
@@ -94,7 +94,7 @@ class Service:
         self._replacing: set[asyncio.Task[None]] = set()
         self._num_deaths = 0
 
-    async def serve(self) -> None:
+    async def serve_engine(self) -> None:
         """Serve until the engine process is gone.
 
         Raises:
@@ -110,16 +110,16 @@ class Service:
                     await self._add_worker()
                 except OSError as error:
                     raise UserCodeNotStarted(f"a process of rollout functions: {one_line(error)}") from error
-        self._engine.send(Ready(0 if self._gateway is None else self._gateway.port))
+        self._engine.send(ServiceReady(0 if self._gateway is None else self._gateway.port))
         while (message := await self._engine.receive()) is not None:
             match message:
                 case Begin():
-                    self._start(message, attempt=0)
+                    self._start_run(message, attempt=0)
                 case Abandon():
                     for run in list(self._runs.values()):
-                        self._end(run)
-                case Ping():
-                    self._engine.send(Pong())
+                        self._end_run(run)
+                case PingLoop():
+                    self._engine.send(PongLoop())
                 case Drawn():
                     self._drawing.settle(message.call, message)
                 case NotDrawn():
@@ -128,28 +128,28 @@ class Service:
     async def close(self) -> None:
         """Stop all rollouts, workers and the gateway; call after `serve` has returned."""
         for run in list(self._runs.values()):
-            self._end(run)
+            self._end_run(run)
         for replacing in self._replacing:
             replacing.cancel()
         if self._replacing:
             await asyncio.wait(self._replacing)
         workers, self._workers = self._workers, []
         for worker in workers:
-            await worker.gone()
+            await worker.kill_and_wait()
         if self._gateway is not None:
             await self._gateway.stop()
 
     # Requests from the gateway.
 
-    async def complete(self, key: str, request: ChatRequest) -> Reply:
-        """Have the policy reply in the session of `key`; see `Run.complete`. Raises SessionGone if the session has
+    async def complete_turn(self, key: str, request: ChatRequest) -> Reply:
+        """Have the policy reply in the session of `key`; see `Run.complete_turn`. Raises SessionGone if the session has
         ended, also because a budget is spent."""
         run = self._run_of(key)
         try:
             with _refusing_tools():
-                return await run.complete(request, draw=self._draw)
+                return await run.complete_turn(request, draw=self._draw_tokens)
         except BudgetIsSpent as error:
-            self._cut(run)
+            self._cut_run(run)
             raise SessionGone(str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
@@ -174,7 +174,9 @@ class Service:
             raise SessionGone("this rollout has ended")
         return run
 
-    async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
+    async def _draw_tokens(
+        self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]
+    ) -> Drawn:
         with self._drawing.call() as (call, drawn):
             stop_ids = list(self._renderer.stop_ids)
             self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
@@ -195,17 +197,17 @@ class Service:
             case Ask() if run is None:
                 worker.send(NotTold(message.number, "this rollout has ended", budget=True))
             case Ask() if run is not None:
-                _keep(self._work[run], self._answer(worker, run, message))
+                _keep(self._work[run], self._answer_ask(worker, run, message))
             case Begun() if run is not None:  # the function was called: its time begins
                 self._set_deadline(run)
-            case Done() if run is not None:
-                self._finish(run, message, spent=run.spent)
+            case AttemptDone() if run is not None:
+                self._finish_run(run, message, spent=run.spent)
             case Raised() if run is not None:
                 self._ended_by(run, message)
 
-    async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
+    async def _answer_ask(self, worker: UserWorker, run: Run, ask: Ask) -> None:
         try:
-            worker.send(Told(ask.number, await run.complete(ask.request, draw=self._draw)))
+            worker.send(Told(ask.number, await run.complete_turn(ask.request, draw=self._draw_tokens)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates may raise anything at messages that they do not expect
@@ -215,12 +217,12 @@ class Service:
 
     def _ended_by(self, run: Run, message: Raised) -> None:
         if message.spent or run.spent:
-            self._cut(run)
+            self._cut_run(run)
         elif message.skipped:
-            self._end(run)
+            self._end_run(run)
             self._engine.send(Failed(run.begin.ticket, printable(message.text), skipped=True))
         else:
-            self._fail(run, message.text)
+            self._fail_run(run, message.text)
 
     def _bury(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: restart its rollouts in other workers."""
@@ -233,17 +235,17 @@ class Service:
         self._num_deaths += 1
         if self._num_deaths > 1 and self._num_deaths.bit_count() == 1:  # the 2nd, 4th, 8th ... time
             self._engine.send(Warned(f"{text} (time {self._num_deaths})"))
-        _keep(self._replacing, self._replace())
+        _keep(self._replacing, self._replace_worker())
         for run in held:
             del self._in[run]
             # Nobody's code ran, so any of these rollouts may be the cause.
             run.num_deaths += death.run == NOBODY
             if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
-                self._fail(run, f"its process {death.how}", attempts=len(held))
+                self._fail_run(run, f"its process {death.how}", attempts=len(held))
             else:
-                self._again(run)
+                self._restart_run(run)
 
-    async def _replace(self) -> None:
+    async def _replace_worker(self) -> None:
         for pause_s in _RETRY_S:
             try:
                 await self._add_worker()
@@ -260,7 +262,7 @@ class Service:
 
     # Lifecycle of a run.
 
-    def _start(self, begin: Begin, *, attempt: int, num_deaths: int = 0) -> None:
+    def _start_run(self, begin: Begin, *, attempt: int, num_deaths: int = 0) -> None:
         self._num_runs += 1
         key = "" if self._gateway is None else self._gateway.open()
         run = Run(self._num_runs, begin, key=key, attempt=attempt, setup=self._setup, renderer=self._renderer)
@@ -273,14 +275,16 @@ class Service:
             self._set_deadline(run)  # a function's time begins with `Begun`, since it may queue in the worker
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
         start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
-        _keep(self._work[run], self._call_program(run, start) if self._setup.command else self._give(run, start))
+        _keep(
+            self._work[run], self._call_program(run, start) if self._setup.command else self._give_to_worker(run, start)
+        )
 
     def _set_deadline(self, run: Run) -> None:
         self._deadlines[run] = asyncio.get_running_loop().call_later(
-            self._setup.timeout_s, self._cut, run, "its time (rollout.timeout_s)"
+            self._setup.timeout_s, self._cut_run, run, "its time (rollout.timeout_s)"
         )
 
-    async def _give(self, run: Run, start: Start) -> None:
+    async def _give_to_worker(self, run: Run, start: Start) -> None:
         """Have the worker with the fewest rollouts call the function."""
         while not (able := [worker for worker in self._workers if worker.alive]):
             self._worker_came.clear()
@@ -293,17 +297,17 @@ class Service:
             reward, metrics = await run_command(self._setup, start)
         except Exception as error:  # noqa: BLE001  boundary to a user's program and the machine that runs it
             if run.spent:
-                self._cut(run)
+                self._cut_run(run)
             else:
-                self._fail(run, one_line(error))
+                self._fail_run(run, one_line(error))
         else:
-            self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
+            self._finish_run(run, AttemptDone(run.number, [], reward, metrics), spent=run.spent)
 
-    def _cut(self, run: Run, what: str = "its budget") -> None:
+    def _cut_run(self, run: Run, what: str = "its budget") -> None:
         """Budget exhausted: keep what was generated; do not retry."""
-        self._finish(run, Done(run.number, [], None, {}), spent=True, what=what)
+        self._finish_run(run, AttemptDone(run.number, [], None, {}), spent=True, what=what)
 
-    def _finish(self, run: Run, done: Done, *, spent: bool = False, what: str = "") -> None:
+    def _finish_run(self, run: Run, done: AttemptDone, *, spent: bool = False, what: str = "") -> None:
         try:
             self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
         except (
@@ -311,24 +315,24 @@ class Service:
             TypeError,
             ValueError,
         ) as error:  # including what cannot be encoded: text that is not Unicode
-            self._fail(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
+            self._fail_run(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
-        self._end(run)
+        self._end_run(run)
 
-    def _fail(self, run: Run, text: str, *, attempts: int = 1) -> None:
+    def _fail_run(self, run: Run, text: str, *, attempts: int = 1) -> None:
         text = printable(text)
         if run.attempt + 1 < self._setup.max_attempts:
             self._engine.send(Retried(run.begin.ticket, text, attempts))
-            self._again(run, pays=True)
+            self._restart_run(run, pays=True)
         else:
-            self._end(run)
+            self._end_run(run)
             self._engine.send(Failed(run.begin.ticket, text, attempts=attempts))
 
-    def _again(self, run: Run, *, pays: bool = False) -> None:
-        self._end(run)
-        self._start(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
+    def _restart_run(self, run: Run, *, pays: bool = False) -> None:
+        self._end_run(run)
+        self._start_run(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
 
-    def _end(self, run: Run) -> None:
+    def _end_run(self, run: Run) -> None:
         """Drop a run: revoke its key, cancel its calls and program, and tell its function to stop."""
         run.ended = True
         del self._runs[run.number]
@@ -367,13 +371,13 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> No
 
 
 async def serve(connection: socket.socket) -> None:
-    engine: Channel[FromService, ToService] = await Channel.open(connection, ToService)
+    engine: StreamChannel[FromService, ToService] = await StreamChannel.open(connection, ToService)
     setup = await engine.receive()
     assert isinstance(setup, Setup)
     service = None
     try:
         service = Service(engine, setup)
-        await service.serve()
+        await service.serve_engine()
     except ConfigError as error:
         engine.send(Refused(str(error)))
         await engine.drain()

@@ -60,7 +60,7 @@ class Session:
         self._replies: dict[bytes, list[int]] = {}
         self._asked: Counter[bytes] = Counter()
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> PromptOf:
+    def make_prompt(self, messages: Sequence[Message], tools: Tools = None) -> PromptOf:
         """Return the prompt of a conversation.
 
         It extends the longest recorded history that these messages begin with. A new conversation, or one where a
@@ -80,7 +80,7 @@ class Session:
                 continue
             # Several nodes can have the same history (the same request drawn twice): spread follow-ups over them.
             node = min(nodes, key=lambda each: self._nodes[each].num_extended)
-            ids = self._renderer.bridge(self.ids(node), messages[end:], tools)
+            ids = self._renderer.bridge(self.node_token_ids(node), messages[end:], tools)
             if ids is not None:
                 self._nodes[node].num_extended += 1
                 return PromptOf(ids, node, self._next_seed(ids), histories[-1])
@@ -97,7 +97,7 @@ class Session:
         ids = list(token_ids)
         return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
 
-    def record(self, prompt: PromptOf, drawn: Drawn) -> tuple[int, Message]:
+    def record_reply(self, prompt: PromptOf, drawn: Drawn) -> tuple[int, Message]:
         """Add what was drawn for a prompt; return its node, and the assistant's message."""
         assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
         node = len(self._nodes)
@@ -106,7 +106,7 @@ class Session:
             self._roots.append(node)
         else:
             self._nodes[prompt.parent].children.append(node)
-            known = len(self.ids(prompt.parent))
+            known = len(self.node_token_ids(prompt.parent))
         self._nodes.append(_Node(prompt.parent, prompt.ids[known:], drawn))
         self.num_turns += 1
         message = self._renderer.parse(drawn.token_ids if drawn.shown is None else drawn.shown)
@@ -116,29 +116,29 @@ class Session:
             self._replies.setdefault(_after(prompt.history, message), []).append(node)
         return node, message
 
-    def ids(self, node: int) -> list[int]:
+    def node_token_ids(self, node: int) -> list[int]:
         """Return a node's prompt and what was drawn."""
-        return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
+        return [token for each in self._path_to(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
 
-    def samples(self, nodes: Sequence[int] | None = None) -> list[SampleTokens]:
-        """Return a sample per path from a root to one of `ends(nodes)`. Take all samples of a rollout from one call: a
-        drawn token is trained on in the first that has it."""
+    def collect_samples(self, nodes: Sequence[int] | None = None) -> list[SampleTokens]:
+        """Return a sample per path from a root to one of `sample_ends(nodes)`. Take all samples of a rollout from one
+        call: a drawn token is trained on in the first that has it."""
         trained: set[int] = set()
-        return [self._sample(end, trained) for end in self.ends(nodes)]
+        return [self._make_sample(end, trained) for end in self.sample_ends(nodes)]
 
-    def ends(self, nodes: Sequence[int] | None = None) -> list[int]:
+    def sample_ends(self, nodes: Sequence[int] | None = None) -> list[int]:
         """Return those of `nodes` (None: all leaves) at which a sample ends, without duplicates and inner nodes of
         other paths. Raises BadAgentRequest if there is no such node."""
         if nodes is None:
             nodes = [number for number, node in enumerate(self._nodes) if not node.children]
         if not all(0 <= node < len(self._nodes) for node in nodes):
             raise BadAgentRequest("sample", f"this rollout has no pieces {list(nodes)}, only {len(self._nodes)}")
-        inner = {id(node) for end in nodes for node in self._path(end)[:-1]}
+        inner = {id(node) for end in nodes for node in self._path_to(end)[:-1]}
         return [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
 
-    def _sample(self, end: int, trained: set[int]) -> SampleTokens:
+    def _make_sample(self, end: int, trained: set[int]) -> SampleTokens:
         sample = SampleTokens([], [], [], [])
-        for node in self._path(end):
+        for node in self._path_to(end):
             mine = id(node) not in trained
             trained.add(id(node))
             sample.token_ids.extend([*node.prompt_ids, *node.drawn.token_ids])
@@ -148,7 +148,7 @@ class Session:
                 sample.versions.extend(node.drawn.versions)
         return sample
 
-    def _path(self, node: int) -> list[_Node]:
+    def _path_to(self, node: int) -> list[_Node]:
         """Return the nodes from the root to `node`."""
         path, at = [], self._nodes[node]
         while at.parent is not None:

@@ -150,7 +150,7 @@ class Reply(Utterance):
 class Sessions(Protocol):
     """What the gateway needs of the session service."""
 
-    async def complete(self, key: str, request: ChatRequest) -> Reply:
+    async def complete_turn(self, key: str, request: ChatRequest) -> Reply:
         """Draw one turn in the session of this key.
 
         Raises:
@@ -158,4 +158,4 @@ class Sessions(Protocol):
         """
 
     def count(self, key: str, request: ChatRequest) -> int:
-        """Return the number of tokens that the request's prompt would have; raises as `complete` does."""
+        """Return the number of tokens that the request's prompt would have; raises as `complete_turn` does."""

@@ -14,15 +14,15 @@ from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import worker as worker_module
 from workers.agents.wire import (
     Ask,
+    AttemptDone,
     Begun,
-    Done,
     FromWorker,
-    Ping,
-    Pong,
+    PingLoop,
+    PongLoop,
     Raised,
     Setup,
     Start,
-    Stop,
+    StopAttempt,
     ToWorker,
 )
 from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY, STACK_SIGNAL
@@ -45,7 +45,7 @@ class WorkerDeath:
     run: int
 
 
-Heard = Ask | Begun | Done | Raised | WorkerDeath
+Heard = Ask | Begun | AttemptDone | Raised | WorkerDeath
 
 
 class UserWorker(ChildProcess[ToWorker, FromWorker]):
@@ -91,7 +91,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
             raise (UserCodeNotStarted(why) if worker.exit_code < 0 else ConfigError(why)) from error
         loop = asyncio.get_running_loop()
         worker._last_pong = worker._last_turn = loop.time()
-        worker._tasks = [loop.create_task(worker._read()), loop.create_task(worker._watch())]
+        worker._tasks = [loop.create_task(worker._read_messages()), loop.create_task(worker._watch_stalls())]
         return worker
 
     @property
@@ -107,7 +107,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         """Cancel a rollout if it runs; kill the process if the rollout does not end within `within_s`."""
         if run not in self._rollouts or run in self._ending or not self.alive:
             return
-        self.send(Stop(run))
+        self.send(StopAttempt(run))
         self._await_end(run, within_s)
 
     def kill(self, how: str) -> None:
@@ -118,13 +118,13 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         self.kill_process()
 
     def _await_end(self, run: int, within_s: float) -> None:
-        self.send(Ping())
+        self.send(PingLoop())
         loop = asyncio.get_running_loop()
-        self._ending[run] = loop.call_later(within_s, self._late, run, within_s, loop.time())
+        self._ending[run] = loop.call_later(within_s, self._kill_if_late, run, within_s, loop.time())
 
-    def _late(self, run: int, within_s: float, since: float) -> None:
+    def _kill_if_late(self, run: int, within_s: float, since: float) -> None:
         """Kill the process because a rollout did not end."""
-        # The loop itself has hung since, maybe in another rollout's code: leave it to `_watch`.
+        # The loop itself has hung since, maybe in another rollout's code: leave it to `_watch_stalls`.
         if self._last_pong <= since:
             self._await_end(run, within_s)
             return
@@ -132,36 +132,36 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
             self._culprit = run
         self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
-    async def gone(self, *, within_s: float = 0.0) -> None:
-        if self._tasks:  # `_read` cleans up
+    async def kill_and_wait(self, *, within_s: float = 0.0) -> None:
+        if self._tasks:  # `_read_messages` cleans up
             self.kill("was ended")
             await asyncio.wait({self._tasks[0]})
         else:
-            await super().gone(within_s=within_s)
+            await super().kill_and_wait(within_s=within_s)
             self._close_page()
 
-    async def _read(self) -> None:
+    async def _read_messages(self) -> None:
         try:
             while (message := await self.receive()) is not None:
-                self._heard(message)
+                self._handle_message(message)
         finally:
-            await self._bury()
+            await self._bury_process()
 
-    def _heard(self, message: FromWorker) -> None:
+    def _handle_message(self, message: FromWorker) -> None:
         match message:
-            case Pong():
+            case PongLoop():
                 self._last_pong = self._last_turn = asyncio.get_running_loop().time()
             case Ask() | Begun():
                 self._tell(self, message)
-            case Done() | Raised() if self._ended(message.run):
+            case AttemptDone() | Raised() if self._forget_rollout(message.run):
                 self._tell(self, message)
 
-    async def _bury(self) -> None:
+    async def _bury_process(self) -> None:
         """Clean up after the process, and report whose fault its death was."""
         self.alive = False
         for timer in self._ending.values():
             timer.cancel()
-        await super().gone()
+        await super().kill_and_wait()
         for task in self._tasks[1:]:
             task.cancel()
         marked, _ = MARK.unpack_from(self._mark, 0)
@@ -173,7 +173,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         for scratch in self._rollouts.values():
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
-    def _ended(self, run: int) -> bool:
+    def _forget_rollout(self, run: int) -> bool:
         """Forget a rollout that ended; return whether its owner still wants to know."""
         self._rollouts.pop(run, None)
         timer = self._ending.pop(run, None)
@@ -181,10 +181,10 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
             timer.cancel()
         return timer is None
 
-    async def _watch(self) -> None:
+    async def _watch_stalls(self) -> None:
         loop, pause_s = asyncio.get_running_loop(), min(_PING_S, self._stall_timeout_s / 4)
         while True:
-            self.send(Ping())
+            self.send(PingLoop())
             before = loop.time()
             await asyncio.sleep(pause_s)
             self._last_turn += max(
@@ -194,7 +194,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
             if steps != self._steps:  # many short steps in one turn of the loop do not count as blocking
                 self._steps, self._last_turn = steps, loop.time()
             if loop.time() - self._last_turn > self._stall_timeout_s:
-                turn, where = self._last_turn, held_by(await self._stack())
+                turn, where = self._last_turn, held_by(await self._read_stack())
                 if self._last_turn != turn or MARK.unpack_from(self._mark, 0)[1] != steps:
                     continue  # it runs again
                 self.kill(
@@ -203,7 +203,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
                 )
                 return
 
-    async def _stack(self) -> str:
+    async def _read_stack(self) -> str:
         """Make the process write its main thread's stack, which works even in the middle of native code."""
         os.ftruncate(self._page, MARK.size)  # drop an earlier stack; the processes share the file offset
         os.lseek(self._page, MARK.size, os.SEEK_SET)

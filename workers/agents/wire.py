@@ -4,7 +4,7 @@ engine process                session service                       user worker
 Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
               <--- Draw 31 -  renders, records  <---- Ask 2 of 1 --  chat.reply(...)
 Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
-              <- Finished 7 -  checks            <---- Done 1 -----  returned samples
+              <- Finished 7 -  checks            <- AttemptDone 1 -  returned samples
 
 A ticket identifies a rollout, a run one attempt at it; the asking side numbers its calls.
 """
@@ -90,7 +90,7 @@ class NotDrawn(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ServiceReady(msgspec.Struct, frozen=True, tag=True):
     """The service accepts rollouts; `port` of the gateway, 0 without one."""
 
     port: int
@@ -189,18 +189,18 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     run: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopAttempt(msgspec.Struct, frozen=True, tag=True):
     """Cancel a rollout: its time is up, or it was abandoned."""
 
     run: int
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Request a `Pong`, which proves that the event loop runs."""
+class PingLoop(msgspec.Struct, frozen=True, tag=True):
+    """Request a `PongLoop`, which proves that the event loop runs."""
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `Ping`: the event loop runs."""
+class PongLoop(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `PingLoop`: the event loop runs."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -226,7 +226,7 @@ class NotTold(msgspec.Struct, frozen=True, tag=True):
     budget: bool
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class AttemptDone(msgspec.Struct, frozen=True, tag=True):
     """The function returned."""
 
     run: int
@@ -245,10 +245,10 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     spent: bool = False
 
 
-ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Refused | NotStarted | Warned | Pong | Draw | Undraw | Finished | Retried | Failed
-ToWorker = Setup | Start | Stop | Ping | Told | NotTold
-FromWorker = Loaded | Refused | Pong | Begun | Ask | Done | Raised
+ToService = Setup | Begin | Abandon | PingLoop | Drawn | NotDrawn
+FromService = ServiceReady | Refused | NotStarted | Warned | PongLoop | Draw | Undraw | Finished | Retried | Failed
+ToWorker = Setup | Start | StopAttempt | PingLoop | Told | NotTold
+FromWorker = Loaded | Refused | PongLoop | Begun | Ask | AttemptDone | Raised
 
 
 R = TypeVar("R")

@@ -40,22 +40,22 @@ from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
 from workers.agents.turns import ChatRequest, Reply
 from workers.agents.wire import (
     Ask,
+    AttemptDone,
     Begun,
-    Done,
     FromWorker,
     NotTold,
     PendingReplies,
-    Ping,
-    Pong,
+    PingLoop,
+    PongLoop,
     ProcessorTime,
     Raised,
     Setup,
     Start,
-    Stop,
+    StopAttempt,
     Told,
     ToWorker,
 )
-from workers.calls.child_process import Channel, Loaded, Refused, parent_socket
+from workers.calls.child_process import Loaded, Refused, StreamChannel, parent_socket
 from workers.calls.user_function import is_async, load_function
 from workers.rewards.base import finite, metrics_of, reward_of
 from workers.settings.rollout import FUNCTIONS
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
-    channel: Channel[FromWorker, ToWorker] = await Channel.open(connection, ToWorker)
+    channel: StreamChannel[FromWorker, ToWorker] = await StreamChannel.open(connection, ToWorker)
     setup = await channel.receive()
     assert isinstance(setup, Setup)
     limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
@@ -119,14 +119,14 @@ async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
         return
     asyncio.get_running_loop().set_task_factory(lambda loop, coroutine, **more: _marked(loop, coroutine, mark, **more))
     channel.send(Loaded())
-    await worker.serve()
+    await worker.serve_rollouts()
 
 
 class Worker:
     """The rollouts of one process. The constructor raises ConfigError if the function, a tool or another model is
     unusable."""
 
-    def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
+    def __init__(self, channel: StreamChannel[FromWorker, ToWorker], setup: Setup) -> None:
         self._channel = channel
         self._asked: PendingReplies[Reply] = PendingReplies()
         self._in_line: deque[Start] = deque()
@@ -139,7 +139,7 @@ class Worker:
         self._body = self._call_function if setup.agent is None else self._call_agent
         self._cpu = ProcessorTime()
 
-    async def serve(self) -> None:
+    async def serve_rollouts(self) -> None:
         """Start and stop rollouts and deliver replies, until the service is gone."""
         beginning = asyncio.create_task(self._begin_in_line())
         while (message := await self._channel.receive()) is not None:
@@ -147,15 +147,15 @@ class Worker:
                 case Start():
                     self._in_line.append(message)
                     self._came.set()
-                case Stop():
-                    self._stop(message.run)
+                case StopAttempt():
+                    self._stop_rollout(message.run)
                 case Told():
                     self._asked.settle(message.number, message.reply)
                 case NotTold():
                     error = BudgetSpent(message.text) if message.budget else UserCodeFailed(message.text)
                     self._asked.settle(message.number, error)
-                case Ping():
-                    self._channel.send(Pong())
+                case PingLoop():
+                    self._channel.send(PongLoop())
         beginning.cancel()
         for model in self._models.values():
             await model.close()
@@ -166,21 +166,21 @@ class Worker:
         while True:
             await self._came.wait()
             for _ in range(min(pace.number, len(self._in_line))):
-                self._begin(self._in_line.popleft())
+                self._begin_rollout(self._in_line.popleft())
             if not self._in_line:
                 self._came.clear()
             before = loop.time()
             await asyncio.sleep(0)  # each takes its first step, and every other task its next one
             pace.turn_took(loop.time() - before)
 
-    def _begin(self, start: Start) -> None:
+    def _begin_rollout(self, start: Start) -> None:
         self._channel.send(Begun(start.run))
         # The task copies the current context, and with it the run; see `_marked`.
         token = _run.set(start.run)
-        self._running[start.run] = asyncio.create_task(self._run(start))
+        self._running[start.run] = asyncio.create_task(self._run_rollout(start))
         _run.reset(token)
 
-    def _stop(self, run: int) -> None:
+    def _stop_rollout(self, run: int) -> None:
         if (task := self._running.get(run)) is not None:
             # After its first step: a task cancelled before that would never report its end.
             asyncio.get_running_loop().call_soon(task.cancel)
@@ -198,8 +198,8 @@ class Worker:
                 raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
             return await reply
 
-    async def _run(self, start: Start) -> None:
-        outcome: Done | Raised
+    async def _run_rollout(self, start: Start) -> None:
+        outcome: AttemptDone | Raised
         try:
             outcome = replace(await self._body(start), cpu_s=self._cpu.since_last())
         except BudgetSpent as error:
@@ -207,7 +207,7 @@ class Worker:
         except TaskSkipped as error:
             outcome = Raised(start.run, str(error), skipped=True)
         except BaseException as error:  # noqa: BLE001  boundary to user code, which may call sys.exit
-            outcome = self._raised(start.run, error)
+            outcome = self._make_raised(start.run, error)
         finally:
             del self._running[start.run]
         try:
@@ -217,7 +217,7 @@ class Worker:
         if Path(start.scratch).exists():
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
 
-    def _raised(self, run: int, error: BaseException) -> Raised:
+    def _make_raised(self, run: int, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
             self._told = True
             traceback.print_exception(error)
@@ -226,15 +226,15 @@ class Worker:
         why = " (rollout.max_file_gb)" if isinstance(error, OSError) and error.errno == errno.EFBIG else ""
         return Raised(run, one_line(error) + why + _where(error))
 
-    async def _call_function(self, start: Start) -> Done:
+    async def _call_function(self, start: Start) -> AttemptDone:
         deadline, scratch = time.monotonic() + start.timeout_s, Path(start.scratch)
         context = Context(deadline, scratch, self.tools, start.attempt, self._models)
         returned = await self._rollout(task_of(start.rollout), Model(partial(self.ask, start.run)), context)
         return _done(start.run, returned, context.metrics)
 
-    async def _call_agent(self, start: Start) -> Done:
+    async def _call_agent(self, start: Start) -> AttemptDone:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
-        return Done(start.run, [], *reward_of(returned))
+        return AttemptDone(start.run, [], *reward_of(returned))
 
 
 def _where(error: BaseException) -> str:
@@ -296,7 +296,7 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
         field, name, arguments = "rollout.agent", agent, ("task", "base_url", "api_key")
     else:
         assert function is not None, "an agent's program is not called from here"
-        field, name, arguments = "rollout.function", FUNCTIONS.locate(function), ("task", "model", "context")
+        field, name, arguments = "rollout.function", FUNCTIONS.locate_class(function), ("task", "model", "context")
     if agent is None and isinstance(load_function(name, field=field, arguments=None), type):
         name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)
@@ -305,7 +305,7 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
     return found
 
 
-def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
+def _done(run: int, returned: Any, logged: Mapping[str, float]) -> AttemptDone:
     """Check what a rollout function returned; raises UserCodeFailed if it is unusable."""
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -323,7 +323,7 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     for sample in samples:
         metrics |= metrics_of(sample.metrics)
     nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
-    return Done(run, nodes, rewards.pop() if rewards else None, metrics)
+    return AttemptDone(run, nodes, rewards.pop() if rewards else None, metrics)
 
 
 if __name__ == "__main__":

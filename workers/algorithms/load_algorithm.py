@@ -44,7 +44,7 @@ def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algo
     if isinstance(config, OutsideConfig):
         kind, settings = outside_algorithm(config.name, config.model_dump())
     else:
-        kind, settings = load_class(NAMES.locate(config.name), field=FIELD, methods=()), config
+        kind, settings = load_class(NAMES.locate_class(config.name), field=FIELD, methods=()), config
     return _made(kind, settings, responses)
 
 

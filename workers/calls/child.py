@@ -3,7 +3,7 @@
 pool                                     child (`python -m workers.calls.child`)
 Load        ------------------------->   imports the function
             <-------------------------   Loaded, or Refused
-Ask 1, 2 .. ------------------------->   calls it
+CallFunction 1, 2 .. ---------------->   calls it
             <-------------------------   Returned, Raised, or Unusable
 Cancel 2    ------------------------->   cancels its coroutine (only an async child reads this during a call)
             <-------------------------   Cancelled
@@ -30,7 +30,7 @@ import msgspec
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from workers.calls.child_process import Channel, Loaded, Refused, frame, parent_socket, receive_frame
+from workers.calls.child_process import Loaded, Refused, StreamChannel, frame, parent_socket, receive_frame
 from workers.calls.user_function import Callee, is_async
 
 
@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int | None  # limit of the address space; None: unlimited
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class CallFunction(msgspec.Struct, frozen=True, tag=True):
     """Call the function."""
 
     number: int
@@ -83,7 +83,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag=True):
 
 
 Outcome = Returned | Raised | Unusable
-ToChild = Load | Ask | Cancel
+ToChild = Load | CallFunction | Cancel
 ToPool = Loaded | Refused | Outcome | Cancelled
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     server = Server(callee)
     connection.sendall(frame(Loaded(server.is_async)))
     try:
-        asyncio.run(server.serve_async(connection)) if server.is_async else server.serve(connection)
+        asyncio.run(server.serve_async(connection)) if server.is_async else server.serve_calls(connection)
     except (EOFError, ConnectionError):
         return
 
@@ -120,51 +120,51 @@ class Server:
         self._running: dict[int, asyncio.Task[None]] = {}
         self.is_async = is_async(callee.function)
 
-    def serve(self, connection: socket.socket) -> None:
+    def serve_calls(self, connection: socket.socket) -> None:
         """Call a `def`, again and again, until EOFError or ConnectionError: the pool is gone."""
         while True:
             ask = _receive(connection)
-            assert isinstance(ask, Ask), "a child that is busy is killed, not asked to stop"
-            _send(lambda outcome: connection.sendall(frame(outcome)), self._call(ask))
+            assert isinstance(ask, CallFunction), "a child that is busy is killed, not asked to stop"
+            _send(lambda outcome: connection.sendall(frame(outcome)), self._call_function(ask))
 
     async def serve_async(self, connection: socket.socket) -> None:
         """Call an `async def`, with concurrent calls, until the pool is gone."""
-        channel: Channel[ToPool, ToChild] = await Channel.open(connection, ToChild)
+        channel: StreamChannel[ToPool, ToChild] = await StreamChannel.open(connection, ToChild)
         while (message := await channel.receive()) is not None:
-            if isinstance(message, Ask):
-                self._running[message.number] = asyncio.create_task(self._answer(message, channel))
+            if isinstance(message, CallFunction):
+                self._running[message.number] = asyncio.create_task(self._answer_ask(message, channel))
             elif isinstance(message, Cancel):
                 if (task := self._running.pop(message.number, None)) is not None:
                     task.cancel()
                 channel.send(Cancelled(message.number))
 
-    async def _answer(self, ask: Ask, channel: Channel[ToPool, ToChild]) -> None:
+    async def _answer_ask(self, ask: CallFunction, channel: StreamChannel[ToPool, ToChild]) -> None:
         try:
             value = self._callee.function(*self._callee.takes(ask.arguments))
             value = await value if inspect.isawaitable(value) else value
         except BaseException as error:  # noqa: BLE001  boundary to user code, which may call sys.exit
-            outcome: Outcome = self._raised(ask, error)
+            outcome: Outcome = self._make_raised(ask, error)
         else:
-            outcome = self._given(ask, value)
+            outcome = self._check_result(ask, value)
         if self._running.pop(ask.number, None) is not None:  # otherwise it was cancelled
             _send(channel.send, outcome)
 
-    def _call(self, ask: Ask) -> Outcome:
+    def _call_function(self, ask: CallFunction) -> Outcome:
         try:
             value = self._callee.function(*self._callee.takes(ask.arguments))
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
         except BaseException as error:  # noqa: BLE001  the same boundary
-            return self._raised(ask, error)
-        return self._given(ask, value)
+            return self._make_raised(ask, error)
+        return self._check_result(ask, value)
 
-    def _given(self, ask: Ask, value: Any) -> Outcome:
+    def _check_result(self, ask: CallFunction, value: Any) -> Outcome:
         try:
             return Returned(ask.number, self._callee.gives(value, ask.arguments))
         except UserCodeFailed as error:
             return Unusable(ask.number, str(error))
 
-    def _raised(self, ask: Ask, error: BaseException) -> Raised:
+    def _make_raised(self, ask: CallFunction, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError):
             self._told = True
             with contextlib.suppress(Exception):  # stderr may be closed

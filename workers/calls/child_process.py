@@ -4,7 +4,7 @@ parent                                             child (`python -m MODULE PARE
 ChildProcess(MODULE)      ------- starts ------->  parent_socket()
 load(first message)       ---------------------->  imports what it names
                           <----------------------  Loaded, or Refused
-Channel                   <-- other messages --->  Channel
+StreamChannel             <-- other messages --->  StreamChannel
 kill_process, gone        ------- SIGKILL ------>  and to everything that it started
 
 Messages are msgpack after a four-byte length, over a socket pair, which no other process has. What to do about a call
@@ -80,7 +80,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 
-class Channel(Generic[S, R]):
+class StreamChannel(Generic[S, R]):
     """Sends messages of type S and receives those of type R, in an event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
@@ -89,7 +89,7 @@ class Channel(Generic[S, R]):
         self._decoder = msgpack_decoder(received)
 
     @classmethod
-    async def open(cls, connection: socket.socket, received: Any) -> "Channel[Any, Any]":
+    async def open(cls, connection: socket.socket, received: Any) -> "StreamChannel[Any, Any]":
         """Take over a connected socket (`close` closes it); `received` is the union of types to expect."""
         reader, writer = await asyncio.open_connection(sock=connection)
         return cls(reader, writer, received)
@@ -170,16 +170,16 @@ class ChildProcess(Generic[S, R]):
         self._kill = os.kill if in_our_group else os.killpg
         self._socket = ours
         self._received = received
-        self._channel: Channel[S, R] | None = None
+        self._channel: StreamChannel[S, R] | None = None
         self._death: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """Of a process that is `gone`; negative: the signal that ended it."""
+        """Of a process that ended, see `kill_and_wait`; negative: the signal that ended it."""
         return self._process.returncode or 0
 
     async def load(self, first: S) -> Loaded:
-        """Send the first message and wait until the child has imported what it names. If that fails, it is `gone`.
+        """Send the first message and wait until the child has imported what it names. If that fails, it is killed.
 
         Raises:
             ConfigError: the user's function is unusable.
@@ -189,14 +189,14 @@ class ChildProcess(Generic[S, R]):
         try:
             return await self._load(first)
         except ChildDied:
-            await self.gone(within_s=_GOODBYE_S)  # it has ended, or is about to
+            await self.kill_and_wait(within_s=_GOODBYE_S)  # it has ended, or is about to
             raise
         except BaseException:
-            await self.gone()
+            await self.kill_and_wait()
             raise
 
     def send(self, message: S) -> None:
-        """Send a message without waiting; see `Channel.send`."""
+        """Send a message without waiting; see `StreamChannel.send`."""
         assert self._channel is not None
         self._channel.send(message)
 
@@ -211,7 +211,7 @@ class ChildProcess(Generic[S, R]):
             with contextlib.suppress(ProcessLookupError):
                 self._kill(self._process.pid, signal.SIGKILL)
 
-    async def gone(self, *, within_s: float = 0.0) -> None:
+    async def kill_and_wait(self, *, within_s: float = 0.0) -> None:
         """Wait for its end, and kill it after `within_s`; idempotent."""
         for _ in range(round(within_s / _LOOK_S)):
             if self._has_ended():
@@ -228,7 +228,7 @@ class ChildProcess(Generic[S, R]):
             await asyncio.sleep(_LOOK_S)
 
     async def _load(self, first: S) -> Loaded:
-        self._channel = await Channel.open(self._socket, self._received)
+        self._channel = await StreamChannel.open(self._socket, self._received)
         with contextlib.suppress(OSError):
             self._death = os.pidfd_open(self._process.pid)  # becomes readable when the process ends
             asyncio.get_running_loop().add_reader(self._death, self._process_ended)

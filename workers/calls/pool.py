@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed, UserCodeNotStarted, one_line
-from workers.calls.child import Ask, Cancel, Load, Raised, Returned, ToChild, ToPool, Unusable
+from workers.calls.child import CallFunction, Cancel, Load, Raised, Returned, ToChild, ToPool, Unusable
 from workers.calls.child_process import RESPONSE_S, ChildDied, ChildProcess, Loaded, Refused, done_within
 
 # One child of a pool, and its calls in flight. Used inside the pool's loop only.
@@ -78,7 +78,7 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
         """Send a call (see `has_room`); return its number. Raises ValueError or TypeError if arguments cannot be
         encoded."""
         number = next(self._numbers)
-        self.send(Ask(number, list(arguments)))
+        self.send(CallFunction(number, list(arguments)))
         self._replies[number] = asyncio.get_running_loop().create_future()
         self._alone = alone
         return number
@@ -135,9 +135,9 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
                 reply.set_exception(ChildDied())
                 reply.exception()  # marks it as retrieved, as its caller may be gone
 
-    async def gone(self, *, within_s: float = 0.0) -> None:
+    async def kill_and_wait(self, *, within_s: float = 0.0) -> None:
         self.kill()
-        await super().gone(within_s=within_s)
+        await super().kill_and_wait(within_s=within_s)
         if self._reading is not None:
             await asyncio.wait({self._reading})
 
@@ -217,7 +217,7 @@ class CallPool:
         self._most_children = 1  # until the first child reports whether the function is async
         self._refusal: ConfigError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="calls", daemon=True)
         self._thread.start()
 
     def until_ready(self) -> None:
@@ -247,10 +247,10 @@ class CallPool:
             if self._closed:
                 return call.outcome
             self._calls.add(call)
-            self._loop.call_soon_threadsafe(self._add, call)
+            self._loop.call_soon_threadsafe(self._add_call, call)
         return call.outcome
 
-    def call(self, *arguments: Any, on: str) -> Any:
+    def call_and_wait(self, *arguments: Any, on: str) -> Any:
         """Call the function and wait; raises UserCodeFailed if it raised, hung, or returned something unusable."""
         return self.submit(*arguments, on=on).result()
 
@@ -262,10 +262,10 @@ class CallPool:
                 self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
+                runner.run(self._serve_until_closed())
         finally:
             with self._lock:
                 self._closed = True
@@ -275,37 +275,37 @@ class CallPool:
                 if not call.outcome.cancel() and not call.outcome.done():  # already running
                     call.outcome.set_exception(CancelledError())
 
-    async def _serve(self) -> None:
-        self._grow()
+    async def _serve_until_closed(self) -> None:
+        self._grow_pool()
         await self._closing.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for child in (*self._children, *self._dead):
-            await child.gone()
+            await child.kill_and_wait()
 
-    async def _bury(self, child: PoolChild) -> None:
-        await child.gone()
+    async def _bury_child(self, child: PoolChild) -> None:
+        await child.kill_and_wait()
         self._dead.remove(child)
 
-    def _add(self, call: _Call) -> None:
+    def _add_call(self, call: _Call) -> None:
         if self._refusal is not None:
-            self._settle(call, error=self._refusal)
+            self._settle_call(call, error=self._refusal)
             return
         self._waiting.append(call)
-        self._assign()
+        self._assign_calls()
 
-    def _assign(self) -> None:
+    def _assign_calls(self) -> None:
         """Give waiting calls to children with room."""
         for dead in [child for child in self._children if not child.alive]:
             self._children.remove(dead)
             self._dead.append(dead)
-            self._begin(self._bury(dead))
+            self._begin_task(self._bury_child(dead))
         while self._waiting:
             call = self._waiting[0]
             child = next((child for child in self._children if child.has_room(alone=call.alone)), None)
             if child is None:
-                self._grow()
+                self._grow_pool()
                 return
             self._waiting.popleft()
             if not _is_wanted(call):
@@ -314,16 +314,16 @@ class CallPool:
             try:
                 number = child.begin(call.arguments, alone=call.alone)
             except (TypeError, ValueError, OverflowError) as error:
-                self._settle(call, error=UserCodeFailed(f"{self._what} cannot be called on {call.on}: {error}"))
+                self._settle_call(call, error=UserCodeFailed(f"{self._what} cannot be called on {call.on}: {error}"))
             else:
-                self._begin(self._await(call, child, number))
+                self._begin_task(self._await_result(call, child, number))
 
-    def _grow(self) -> None:
+    def _grow_pool(self) -> None:
         """Start a child if there is work for it and the limit allows one more."""
         most = min(self._most_children - len(self._children), max(1, len(self._waiting)))
         if self._starting < most:
             self._starting += 1
-            self._begin(self._start_child())
+            self._begin_task(self._start_child())
 
     async def _start_child(self) -> None:
         try:
@@ -338,7 +338,7 @@ class CallPool:
             self._children.append(child)
             if not self._ready.done():
                 self._ready.set_result(None)
-        self._assign()
+        self._assign_calls()
 
     def _not_started(self, error: Exception) -> None:
         """Fail all calls if the function does not exist; if a later child does not start, fail the call that it was
@@ -350,17 +350,17 @@ class CallPool:
                 told = self._refusal = error
             self._ready.set_exception(told)
         for _ in range(len(self._waiting) if self._refusal else min(1, len(self._waiting))):
-            self._settle(self._waiting.popleft(), error=told)
+            self._settle_call(self._waiting.popleft(), error=told)
 
-    async def _await(self, call: _Call, child: PoolChild, number: int) -> None:
+    async def _await_result(self, call: _Call, child: PoolChild, number: int) -> None:
         try:
-            self._settle(call, value=await child.result(number, self._timeout_s))
+            self._settle_call(call, value=await child.result(number, self._timeout_s))
         except CallRaised as error:
-            self._fail(call, f"raised {error} on {call.on}")
+            self._fail_call(call, f"raised {error} on {call.on}")
         except ResultUnusable as error:
-            self._settle(call, error=UserCodeFailed(str(error)))
+            self._settle_call(call, error=UserCodeFailed(str(error)))
         except TimeoutError:
-            self._fail(
+            self._fail_call(
                 call,
                 f"took longer than {self._limit} = {self._timeout_s:g} s on {call.on}; make it faster or raise the "
                 f"limit",
@@ -371,15 +371,15 @@ class CallPool:
                 call.alone = True
                 self._waiting.appendleft(call)
             else:
-                self._fail(call, f"ended its process on {call.on}; its last words are in this log")
+                self._fail_call(call, f"ended its process on {call.on}; its last words are in this log")
         except Exception as error:  # noqa: BLE001  boundary of a task: its caller raises it
-            self._settle(call, error=error)
-        self._assign()
+            self._settle_call(call, error=error)
+        self._assign_calls()
 
-    def _fail(self, call: _Call, how: str) -> None:
-        self._settle(call, error=UserCodeFailed(f"{self._what} {how}"))
+    def _fail_call(self, call: _Call, how: str) -> None:
+        self._settle_call(call, error=UserCodeFailed(f"{self._what} {how}"))
 
-    def _settle(self, call: _Call, *, value: Any = None, error: Exception | None = None) -> None:
+    def _settle_call(self, call: _Call, *, value: Any = None, error: Exception | None = None) -> None:
         self._calls.discard(call)
         if not _is_wanted(call):
             return
@@ -388,7 +388,7 @@ class CallPool:
         else:
             call.outcome.set_exception(error)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -491,4 +491,4 @@ class CallProcess:
 
     async def _gone(self) -> None:
         with contextlib.suppress(TimeoutError):  # a process that hangs in the kernel ends when the kernel lets it
-            await asyncio.wait_for(self._child.gone(), self.LEAVE_S)
+            await asyncio.wait_for(self._child.kill_and_wait(), self.LEAVE_S)

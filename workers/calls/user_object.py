@@ -50,14 +50,14 @@ class UserObject:
         )
         self._pool.until_ready()
 
-    def call(self, method: str, *arguments: Any, on: str) -> Any:
+    def call_method(self, method: str, *arguments: Any, on: str) -> Any:
         """Call a method and wait; `on` describes the arguments in words. Raises UserCodeFailed if it raised, hung, or
         returned something that JSON cannot represent."""
-        return self._pool.call(method, arguments, on=on)
+        return self._pool.call_and_wait(method, arguments, on=on)
 
     def size(self) -> int | None:
         """Return its `len()`, or None without one; raises UserCodeFailed if it is 0 or fails."""
-        size = self.call(_SIZE, on="len()")
+        size = self.call_method(_SIZE, on="len()")
         if size == 0:
             raise UserCodeFailed(f"{self.what} is empty: its len() is 0")
         return None if size is None else int(size)

@@ -53,7 +53,7 @@ class CheckpointDirectory:
     def path(self, step: int) -> Path:
         return checkpoint_path(self._run_dir, step)
 
-    def clean(self) -> None:
+    def clean_leftovers(self) -> None:
         for directory in self._root.glob(".step_*.tmp"):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -68,7 +68,7 @@ class CheckpointDirectory:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.0f} MB are needed")
         target.mkdir()
 
-    def complete(self, step: int) -> None:
+    def complete_save(self, step: int) -> None:
         """Make what was written durable and visible, atomically, then prune. Raises OSError, with nothing visible, if
         the file system refuses."""
         target = self.path(step)
@@ -78,15 +78,15 @@ class CheckpointDirectory:
             shutil.rmtree(target)
         written.rename(target)
         sync(self._root)
-        self._prune()
+        self._prune_checkpoints()
 
-    def discard(self, step: int) -> None:
+    def discard_save(self, step: int) -> None:
         shutil.rmtree(beside(self.path(step)), ignore_errors=True)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self._root).free
 
-    def _prune(self) -> None:
+    def _prune_checkpoints(self) -> None:
         paths = list_checkpoints(self._run_dir)
         in_use = [step for step, path in paths.items() if path == self._restored_from]
         keep = self._config

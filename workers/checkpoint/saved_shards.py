@@ -104,7 +104,7 @@ class BoxedTensor(Tensor):
     def __init__(self, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> None:
         """`__new__` has set everything."""
 
-    def mapped(self, copy: Callable[[int, Tensor], Tensor]) -> "BoxedTensor":
+    def map_parts(self, copy: Callable[[int, Tensor], Tensor]) -> "BoxedTensor":
         """Return the same boxes with the values that `copy` returns for (number of the part, its values)."""
         parts = [BoxPart(part.box, copy(k, part.values), part.replica) for k, part in enumerate(self.parts)]
         return BoxedTensor(tuple(self.shape), parts)
@@ -165,7 +165,7 @@ class HostCopy:
         returned. With DTensors on an accelerator, the first call is collective over their meshes."""
         self.wait()
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        copied: dict[str, Any] = self._mirrored(state, "", pairs)
+        copied: dict[str, Any] = self._mirror_value(state, "", pairs)
         self._buffers = {path: target for path, (target, _) in pairs.items()}  # free what left the state
         targets, sources = [target for target, _ in pairs.values()], [source for _, source in pairs.values()]
 
@@ -174,7 +174,7 @@ class HostCopy:
                 with torch.no_grad():
                     torch._foreach_copy_(targets, sources, non_blocking=True)
 
-        (self._done,) = self._stream.run([run])
+        (self._done,) = self._stream.start_copies([run])
         return copied
 
     def wait(self) -> None:
@@ -185,33 +185,33 @@ class HostCopy:
     def close(self) -> None:
         self._stream.close()
 
-    def _mirrored(self, value: Any, path: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Any:
+    def _mirror_value(self, value: Any, path: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Any:
         if isinstance(value, dict):
-            return {name: self._mirrored(one, f"{path}/{name}", pairs) for name, one in value.items()}
+            return {name: self._mirror_value(one, f"{path}/{name}", pairs) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._mirrored(one, f"{path}/{k}", pairs) for k, one in enumerate(value))
+            return type(value)(self._mirror_value(one, f"{path}/{k}", pairs) for k, one in enumerate(value))
         if isinstance(value, DTensor):
-            local = self._mirrored(value.to_local(), path, pairs)
+            local = self._mirror_value(value.to_local(), path, pairs)
             mesh = self._host_mesh(value.device_mesh)
             shape, stride = value.shape, value.stride()
             return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=shape, stride=stride)
         if isinstance(value, BoxedTensor):
-            return value.mapped(lambda k, part: self._mirrored(part, f"{path}/{k}", pairs))
+            return value.map_parts(lambda k, part: self._mirror_value(part, f"{path}/{k}", pairs))
         if isinstance(value, Tensor):
             source = value.detach()
-            pairs[path] = (self._buffer(path, source), source)
+            pairs[path] = (self._find_buffer(path, source), source)
             return pairs[path][0]
         return copy.deepcopy(value)
 
-    def _buffer(self, path: str, source: Tensor) -> Tensor:
+    def _find_buffer(self, path: str, source: Tensor) -> Tensor:
         known = self._buffers.get(path)
         if known is not None and known.shape == source.shape and known.dtype == source.dtype:
             return known
         if not self._pinned:
             return torch.empty(source.shape, dtype=source.dtype)
-        return self._room(source.nbytes).view(source.dtype).view(source.shape)
+        return self._allocate_pinned(source.nbytes).view(source.dtype).view(source.shape)
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _allocate_pinned(self, num_bytes: int) -> Tensor:
         fitting = (k for k, (chunk, used) in enumerate(self._chunks) if used + num_bytes <= chunk.numel())
         number = next(fitting, len(self._chunks))
         if number == len(self._chunks):

@@ -106,22 +106,22 @@ class CheckpointWriter:
         target = self._directory.path(step)
         work = beside(target)
         try:
-            sizes = self._together(target, lambda: num_bytes)
-            self._first_rank(target, partial(self._begin, step, sum(sizes), rest))
-            names = self._together(target, partial(self._write_shards, work, copied))[0]
-            parts = self._together(target, partial(self._write_own, work, rng, names))
+            sizes = self._gather_parts(target, lambda: num_bytes)
+            self._first_rank(target, partial(self._begin_save, step, sum(sizes), rest))
+            names = self._gather_parts(target, partial(self._write_shards, work, copied))[0]
+            parts = self._gather_parts(target, partial(self._write_own, work, rng, names))
             files = {name: entry for part in parts for name, entry in part.items()}
-            self._first_rank(target, partial(self._complete, step, files, rest))
+            self._first_rank(target, partial(self._complete_save, step, files, rest))
         except CheckpointError:
             if self._rank == 0:
                 if rest.critic is not None:
                     rest.critic.send_begun(step, begun=False)  # it may still wait to write its part
-                self._directory.discard(step)
+                self._directory.discard_save(step)
             raise
         if self._rank == 0:
-            self._tell(rest)
+            self._tell_queue(rest)
 
-    def _begin(self, step: int, num_bytes: int, rest: Contents) -> None:
+    def _begin_save(self, step: int, num_bytes: int, rest: Contents) -> None:
         """Make room, then take what must not wait: references get replaced, and trained rows leave the queue."""
         work = beside(self._directory.path(step))
         self._directory.begin(step, num_bytes=num_bytes)
@@ -150,7 +150,7 @@ class CheckpointWriter:
         names = [own, *(name for part in parts for name in own_shards(work, part, self._rank))]
         return {name: (entry.num_bytes, entry.xxh3) for name, entry in describe(work, names).items()}
 
-    def _complete(self, step: int, files: dict[str, tuple[int, str]], rest: Contents) -> None:
+    def _complete_save(self, step: int, files: dict[str, tuple[int, str]], rest: Contents) -> None:
         work = beside(self._directory.path(step))
         shutil.copyfile(self._facts.config, work / self._facts.config.name)
         if rest.export_hf is not None:
@@ -172,25 +172,25 @@ class CheckpointWriter:
             saved_at=time.time(),
             files=dict(sorted(entries.items())),
         ).write(work)
-        self._directory.complete(step)
+        self._directory.complete_save(step)
 
-    def _tell(self, rest: Contents) -> None:
+    def _tell_queue(self, rest: Contents) -> None:
         try:
             rest.saved()
         except AsyncFlowError as error:  # the next checkpoint's release covers this one
             logger.warning("the queue was not told of a checkpoint: %s", error)
 
     def _first_rank(self, target: Path, part: Callable[[], None]) -> None:
-        self._together(target, part if self._rank == 0 else lambda: None)
+        self._gather_parts(target, part if self._rank == 0 else lambda: None)
 
-    def _together(self, target: Path, part: Callable[[], Any]) -> list[Any]:
+    def _gather_parts(self, target: Path, part: Callable[[], Any]) -> list[Any]:
         """Do this rank's part; returns the results of all ranks, or raises CheckpointError on all of them."""
         try:
             mine = [part(), ""]
         except (Exception, dcp.CheckpointException) as error:  # others wait for us; dcp's is a BaseException
             expected = isinstance(error, OSError)
             logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=None if expected else error)
-            mine = [None, self._reason(error)]
+            mine = [None, self._describe_error(error)]
         try:
             parts = gather(mine, group=self._group)
         except RuntimeError as error:
@@ -202,7 +202,7 @@ class CheckpointWriter:
             raise CheckpointError(f"checkpoint {target}: cannot be written ({failed[0]})")
         return [value for value, _ in parts]
 
-    def _reason(self, error: BaseException) -> str:
+    def _describe_error(self, error: BaseException) -> str:
         """Return one line. PyTorch's message holds every rank's traceback and does not say that a disk is full."""
         rank = self._rank
         if isinstance(error, dcp.CheckpointException):
@@ -268,7 +268,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
         directory = CheckpointDirectory(run_dir, config, restored_from=restored_from)
         if dist.get_rank() == 0:
-            directory.clean()
+            directory.clean_leftovers()
         self._writer = CheckpointWriter(directory, facts, group=self._group, timeout_s=config.timeout_s)
         self._copy = HostCopy(device)
         self._thread: threading.Thread | None = None
@@ -297,7 +297,10 @@ class Checkpointer:
             state = self._copy.begin({name: one.state_dict() for name, one in _parts(engine, critic).items()})
             self._step = step
             self._thread = threading.Thread(
-                target=self._write, args=(step, state, rng_states(self._device), rest), name="checkpoint", daemon=True
+                target=self._write_checkpoint,
+                args=(step, state, rng_states(self._device), rest),
+                name="checkpoint",
+                daemon=True,
             )
             self._thread.start()
         self._stalled_s += time.monotonic() - began
@@ -315,7 +318,7 @@ class Checkpointer:
         began = time.monotonic()
         if self.busy:
             with self._timeline.span("wait for checkpoint", step=self._step):
-                self._join(self._thread)
+                self._join_thread(self._thread)
         self._thread = None
         self._stalled_s += time.monotonic() - began
 
@@ -324,7 +327,7 @@ class Checkpointer:
         stalled_s, self._stalled_s = self._stalled_s, 0.0
         return stalled_s
 
-    def restore(
+    def restore_checkpoint(
         self, engine: SavedEngine, source: Path, *, seed: int, critic: SavedEngine | None = None
     ) -> CheckpointMeta:
         """Load a checkpoint into engine and critic; returns its metadata. Raises CheckpointError if it cannot be read.
@@ -350,7 +353,7 @@ class Checkpointer:
     def close(self) -> None:
         self._copy.close()
 
-    def _join(self, thread: threading.Thread) -> None:
+    def _join_thread(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + self._config.timeout_s
         while thread.is_alive():
             self._waits()
@@ -361,7 +364,7 @@ class Checkpointer:
                     f"(checkpoint.timeout_s); check whether the file system responds"
                 )
 
-    def _write(self, step: int, state: dict[str, Any], rng: dict[str, Tensor], rest: Contents) -> None:
+    def _write_checkpoint(self, step: int, state: dict[str, Any], rng: dict[str, Tensor], rest: Contents) -> None:
         def copied() -> dict[str, Any]:
             self._copy.wait()
             return state
@@ -370,16 +373,16 @@ class Checkpointer:
             with self._timeline.span("write checkpoint", step=step):
                 self._writer.write(step, copied, num_bytes=self._copy.num_bytes, rng=rng, rest=rest)
         except CheckpointError as error:
-            self._failed(error)
+            self._record_failure(error)
         except Exception as error:  # thread boundary: the failure must reach `failure`
             logger.exception("saving step %d failed", step)
-            self._failed(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
+            self._record_failure(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
             if self.failure is not None:
                 self._warn("")
             self.failure, self.saved_step = None, step
 
-    def _failed(self, error: CheckpointError) -> None:
+    def _record_failure(self, error: CheckpointError) -> None:
         self.failure = error
         self.num_failures += 1
         newest = f"its newest checkpoint is of step {self.saved_step}" if self.saved_step else "it has no checkpoint"

@@ -48,8 +48,8 @@ class FeedLine(msgspec.Struct, frozen=True, omit_defaults=True):
 class FeedFile:
     """Rows by number. Thread-safe; only one process at a time may append.
 
-    `appends`: create the file if needed, cut off an incomplete last line, and enable `put`, `take` and `end`. These
-    raise QueueFull, and store nothing, if the file system refuses.
+    `appends`: create the file if needed, cut off an incomplete last line, and enable `put`, `take_ownership` and `end`.
+    These raise QueueFull, and store nothing, if the file system refuses.
     """
 
     def __init__(self, path: Path, *, appends: bool = False) -> None:
@@ -63,7 +63,7 @@ class FeedFile:
         try:
             if appends:
                 path.touch()
-            self._size = self._read()
+            self._size = self._read_lines()
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND if appends else os.O_RDONLY)
             if appends:
                 os.ftruncate(self._descriptor, self._size)
@@ -84,7 +84,7 @@ class FeedFile:
         """Return the process that owns a name, or ""."""
         return self._owners.get(feeder, "")
 
-    def row(self, number: int) -> dict[str, Any]:
+    def read_row(self, number: int) -> dict[str, Any]:
         with self._lock:
             begin = self._offsets[number]
             end = self._offsets[number + 1] if number + 1 < len(self._offsets) else self._size
@@ -100,7 +100,7 @@ class FeedFile:
             raise ConfigError(f"feeder {feeder}: row {first} does not follow row {last}; continue with row {last + 1}")
         known = min(len(rows), last + 1 - first)
         for sequence, row in enumerate(rows[:known], first):
-            if self.row(self._rows[feeder][sequence - 1]) != row:
+            if self.read_row(self._rows[feeder][sequence - 1]) != row:
                 raise ConfigError(
                     f"feeder {feeder}: row {sequence} was already put with other content; continue with row {last + 1}"
                 )
@@ -110,11 +110,13 @@ class FeedFile:
             )
         return known
 
-    def take(self, feeder: str, owner: str) -> None:
+    def take_ownership(self, feeder: str, owner: str) -> None:
         """Make a process the owner of a name, durably."""
         with self._lock:
             if self.owner(feeder) != owner:
-                self._write(msgspec.json.encode(FeedLine(feeder, self.last_sequence(feeder), owner=owner)) + b"\n")
+                self._append_bytes(
+                    msgspec.json.encode(FeedLine(feeder, self.last_sequence(feeder), owner=owner)) + b"\n"
+                )
                 self._owners[feeder] = owner
 
     def put(self, feeder: str, rows: Sequence[dict[str, Any]]) -> int:
@@ -124,9 +126,9 @@ class FeedFile:
             lines = [
                 encode(FeedLine(feeder, last + k, msgspec.Raw(encode(row)))) + b"\n" for k, row in enumerate(rows, 1)
             ]
-            self._write(b"".join(lines))
+            self._append_bytes(b"".join(lines))
             for line in lines:
-                self._add(feeder, offset)
+                self._index_row(feeder, offset)
                 offset += len(line)
             self._listener(self.fed)
             return self.last_sequence(feeder)
@@ -135,7 +137,7 @@ class FeedFile:
         """Declare that no feeder will put more rows; idempotent."""
         with self._lock:
             if not self._ended:
-                self._write(msgspec.json.encode(FeedLine(feeder, self.last_sequence(feeder), end=True)) + b"\n")
+                self._append_bytes(msgspec.json.encode(FeedLine(feeder, self.last_sequence(feeder), end=True)) + b"\n")
                 self._ended = True
                 self._listener(self.fed)
 
@@ -151,11 +153,11 @@ class FeedFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _add(self, feeder: str, offset: int) -> None:
+    def _index_row(self, feeder: str, offset: int) -> None:
         self._rows.setdefault(feeder, array("q")).append(len(self._offsets))
         self._offsets.append(offset)
 
-    def _write(self, data: bytes) -> None:
+    def _append_bytes(self, data: bytes) -> None:
         try:
             os.ftruncate(self._descriptor, self._size)  # remains of a failed write
             view = memoryview(data)
@@ -168,7 +170,7 @@ class FeedFile:
             raise QueueFull(f"{self._path}: {error.strerror}; no row of this put is stored; free some space") from error
         self._size += len(data)
 
-    def _read(self) -> int:
+    def _read_lines(self) -> int:
         """Read all lines; return the offset after the last complete one."""
         offset, decoder = 0, json_decoder(FeedLine)
         with self._path.open("rb") as file:
@@ -183,7 +185,7 @@ class FeedFile:
                 if line.owner:
                     self._owners[line.feeder] = line.owner
                 elif not line.end:
-                    self._add(line.feeder, offset)
+                    self._index_row(line.feeder, offset)
                 self._ended |= line.end
                 offset += len(text)
         return offset

@@ -69,10 +69,10 @@ class Prompts(Protocol):
     def place(self, group: int) -> tuple[int, int]:
         """Return (epoch, position) of a group: a pure function of seed and data."""
 
-    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+    def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
         """Return the prompt at a position."""
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt_of_group(self, group: int) -> Prompt:
         """Return the prompt of a group; deterministic given seed and data."""
 
     def close(self) -> None:
@@ -114,15 +114,15 @@ class PromptTokens:
         if self._chat and not self._tokenizer.chat_template:
             raise missing_chat_template(model_dir)
 
-    def of(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
-        texts = [self._render(row) for row in rows]
+    def tokenize_rows(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
+        texts = [self._render_row(row) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
-        self._compare(texts[:_COMPARED], tokens)
+        self._compare_tokens(texts[:_COMPARED], tokens)
         if self.own_rollout:
             tokens = [ids or [self._tokenizer.eos_token_id or 0] for ids in tokens]
         return texts, tokens
 
-    def _compare(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+    def _compare_tokens(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         """Refuse a transformers tokenizer that differs from tokenizer.json, which was checked before the start."""
         # Once per run: with the first rows, and with some texts of our own.
         raw, self._raw = self._raw, None
@@ -141,16 +141,16 @@ class PromptTokens:
                     f"{raw.encode(text, add_special_tokens=False).tokens}; use another version of transformers"
                 )
 
-    def fits(self, row: PromptRow, num_tokens: int) -> bool:
+    def row_fits(self, row: PromptRow, num_tokens: int) -> bool:
         return self.own_rollout or check_fit(row, num_tokens, self.config)
 
     def check_end(self, row: PromptRow, tokens: Sequence[int]) -> None:
         """Raise ConfigError for a prompt, made during the run, that ends with a token that ends responses."""
         if not self.own_rollout and tokens[-1] in eos_token_ids(self._model_dir):
             end = f"{self._tokenizer.convert_ids_to_tokens(tokens[-1])} ({tokens[-1]})"
-            raise ending_text(row.where(self.config), end)
+            raise ending_text(row.describe_place(self.config), end)
 
-    def _render(self, row: PromptRow) -> str:
+    def _render_row(self, row: PromptRow) -> str:
         if self.own_rollout:
             return str(row.prompt)
         if not self._chat:
@@ -187,8 +187,8 @@ class PromptDataset:
         self._config = config
         self._seed = seed
         maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout, tokenizer=tokenizer)
-        texts, tokens = maker.of(rows)
-        kept = [i for i, row in enumerate(rows) if maker.fits(row, len(tokens[i]))]
+        texts, tokens = maker.tokenize_rows(rows)
+        kept = [i for i, row in enumerate(rows) if maker.row_fits(row, len(tokens[i]))]
         self.num_skipped = len(rows) - len(kept)
         left = Counter(rows[i].part for i in kept)
         check_left(rows, left, config)
@@ -218,14 +218,14 @@ class PromptDataset:
             return self._mixture.place(group)
         return _place(group, len(self), seed=self._seed, shuffle=self._config.shuffle)
 
-    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+    def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
         tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
         task, truth = self._tasks[position], self._ground_truths[position]
         return Prompt(tokens, truth, epoch, position, self._texts[position], task, self._sources[position])
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
-        return self.at(position, epoch=epoch)
+        return self.prompt_at(position, epoch=epoch)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -245,18 +245,18 @@ class SourcePrompts:
             return 0, group
         return _place(group, self.size, seed=self._seed, shuffle=self._shuffle)
 
-    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+    def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
         """Make a task; raises UserCodeFailed if the source fails, ConfigError if the task lacks a field or is
         too long."""
-        row = self._source.row(position)
-        (text,), (tokens,) = self._tokens.of([row])
-        self._tokens.fits(row, len(tokens))
+        row = self._source.read_row(position)
+        (text,), (tokens,) = self._tokens.tokenize_rows([row])
+        self._tokens.row_fits(row, len(tokens))
         self._tokens.check_end(row, tokens)
         return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
-        return self.at(position, epoch=epoch)
+        return self.prompt_at(position, epoch=epoch)
 
     def close(self) -> None:
         self._source.close()
@@ -281,32 +281,32 @@ class FedPrompts:
         fed = self.rows.fed
         return divmod(group, fed.num_rows) if fed.ended else (0, group)
 
-    def at(self, position: int, *, epoch: int = 0) -> Prompt:
-        (row,), (text,), (tokens,) = self._tokenized([self.rows.row(position)])
+    def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
+        (row,), (text,), (tokens,) = self._tokenize_rows([self.rows.read_row(position)])
         return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
-        return self.at(position, epoch=epoch)
+        return self.prompt_at(position, epoch=epoch)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError if a row of a put lacks its prompt or ground truth, or has no tokens or too many."""
         if rows:
-            self._tokenized(rows)
+            self._tokenize_rows(rows)
 
     def close(self) -> None:
         self.rows.close()
 
-    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptRow], list[str], list[list[int]]]:
+    def _tokenize_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptRow], list[str], list[list[int]]]:
         config, own_rollout = self._tokens.config, self._tokens.own_rollout
         made = [
             as_row(dict(fields), number, config, own_rollout=own_rollout, where=config.place(number))
             for number, fields in enumerate(rows, start=1)
         ]
         with self._lock:
-            texts, tokens = self._tokens.of(made)
+            texts, tokens = self._tokens.tokenize_rows(made)
         for row, ids in zip(made, tokens, strict=True):
-            self._tokens.fits(row, len(ids))
+            self._tokens.row_fits(row, len(ids))
             self._tokens.check_end(row, ids)
         return made, texts, tokens
 

@@ -47,7 +47,7 @@ class PromptRow:
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, in file order
     part: int = 0  # index of the source within the mixture
 
-    def where(self, config: DataConfig) -> str:
+    def describe_place(self, config: DataConfig) -> str:
         """Return the row's location, for messages."""
         return config.place(self.line, self.part)
 
@@ -261,7 +261,7 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     `overlong` is `reject` or a source made it."""
     if num_tokens == 0:
         raise ConfigError(
-            f"{row.where(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
+            f"{row.describe_place(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
         )
     of_source = config.source is not None  # never skipped: its group would have no prompt
     if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
@@ -269,7 +269,7 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
         if of_source:
             advice = "or shorten the prompt" if config.is_feed else "or have the source make shorter ones"
         raise ConfigError(
-            f"{row.where(config)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
+            f"{row.describe_place(config)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
             f"= {config.max_prompt_tokens}; raise that, {advice}"
         )
     return num_tokens <= config.max_prompt_tokens
@@ -509,7 +509,7 @@ def _samples(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenize
 def _render(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> list[str]:
     if not config.chat_template:
         return [plain_text(row.prompt, config) for row in rows]
-    return tokenizer.render([conversation(row.prompt, config) for row in rows])
+    return tokenizer.render_conversations([conversation(row.prompt, config) for row in rows])
 
 
 def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -> None:
@@ -519,8 +519,8 @@ def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -
         if size is not None and max(sample.tokens) >= size:
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} gives token {max(sample.tokens)} for "
-                f"{sample.row.where(config)}, but the model has {size} tokens (vocab_size in config.json); copy "
-                f"the tokenizer that belongs to the model"
+                f"{sample.row.describe_place(config)}, but the model has {size} tokens (vocab_size in config.json); "
+                f"copy the tokenizer that belongs to the model"
             )
 
 
@@ -533,8 +533,8 @@ def _check_rendering(samples: list[_Sample], config: DataConfig, tokenizer: Mode
         if sample.text != text:
             raise ConfigError(
                 f"data.chat_template: the chat template of {tokenizer.model_dir} renders "
-                f"{sample.row.where(config)} as {excerpt(sample.text)}, then as {excerpt(text)}; take out what it "
-                f"draws at random, since a group must keep its prompt"
+                f"{sample.row.describe_place(config)} as {excerpt(sample.text)}, then as {excerpt(text)}; take out "
+                f"what it draws at random, since a group must keep its prompt"
             )
 
 
@@ -551,7 +551,7 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: ModelTok
         if lost > most * of:
             raise ConfigError(
                 f"model.path: the tokenizer of {tokenizer.model_dir} loses {lost} of the {of} {what} of "
-                f"{sample.row.where(config)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
+                f"{sample.row.describe_place(config)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
                 f"tokenizer that belongs to the model, or remove the row"
             )
 
@@ -573,9 +573,9 @@ class _Borders:
 
     def __init__(self, tokenizer: ModelTokenizer, config: DataConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._marks = tokenizer.marks()
+        self._marks = tokenizer.special_marks()
         ends = eos_token_ids(tokenizer.model_dir)
-        names = dict(zip(ends, tokenizer.names(ends), strict=True))
+        names = dict(zip(ends, tokenizer.token_names(ends), strict=True))
         self._ends = {token: name for token, name in names.items() if name is not None}
         self._check_ends(names)
 
@@ -594,19 +594,19 @@ class _Borders:
             logger.warning(
                 "model.path: %s %s, which ends no response here: eos_token_id of %s is %s (%s); unless the "
                 "model ends its responses with one of these, add %d in generation_config.json",
-                who, self._named(meant), model_dir, ", ".join(map(str, self._ends)), ", ".join(self._ends.values()),
-                meant,
+                who, self._describe_token(meant), model_dir, ", ".join(map(str, self._ends)),
+                ", ".join(self._ends.values()), meant,
             )  # fmt: skip
 
     def check(self, sample: _Sample) -> None:
         """Refuse a prompt after which no response can begin, and one that begins with two BOS tokens."""
         tokens, bos, config = sample.tokens, self._marks["bos"], self._config
-        where, model_dir = sample.row.where(config), self._tokenizer.model_dir
+        where, model_dir = sample.row.describe_place(config), self._tokenizer.model_dir
         end = tokens[-1] if tokens[-1] in self._ends else None
         if end is None and config.chat_template:  # many templates write a newline after it
             end = next((token for token, name in self._ends.items() if sample.text.rstrip().endswith(name)), None)
         if end is not None:
-            what, advice = self._ending(sample, end)
+            what, advice = self._find_ending(sample, end)
             raise ConfigError(f"{what}, which ends a response, so none could begin; {advice}")
         if bos is not None and list(tokens[:2]) == [bos, bos]:
             who = (
@@ -614,7 +614,9 @@ class _Borders:
                 if config.chat_template
                 else (f"model.path: the tokenizer of {model_dir}, which adds one,")
             )
-            raise ConfigError(f"{who} begins {where} with two {self._named(bos)}; take one out of it, or of the text")
+            raise ConfigError(
+                f"{who} begins {where} with two {self._describe_token(bos)}; take one out of it, or of the text"
+            )
 
     def check_texts(self, rows: Sequence[PromptRow]) -> None:
         """Refuse texts that end with an end token, including rows that nobody tokenizes before the start."""
@@ -623,18 +625,18 @@ class _Borders:
             text = plain_text(row.prompt, config)
             if text.endswith(ends):
                 end = next(token for token, name in self._ends.items() if text.endswith(name))
-                raise ending_text(row.where(config), self._named(end))
+                raise ending_text(row.describe_place(config), self._describe_token(end))
 
-    def _ending(self, sample: _Sample, end: int) -> tuple[str, str]:
+    def _find_ending(self, sample: _Sample, end: int) -> tuple[str, str]:
         """Return which of template, text and tokenizer ended a prompt, and what to do about it."""
-        where, model_dir = sample.row.where(self._config), self._tokenizer.model_dir
+        where, model_dir = sample.row.describe_place(self._config), self._tokenizer.model_dir
         if self._config.chat_template:
-            what = f"data.chat_template: the chat template of {model_dir} ends {where} with {self._named(end)}"
+            what = f"data.chat_template: the chat template of {model_dir} ends {where} with {self._describe_token(end)}"
             return what, "have it open the assistant's message where add_generation_prompt is true"
         (own,) = self._tokenizer.encode([sample.text], special=False)
         if own and own[-1] == end:
-            raise ending_text(where, self._named(end))
-        what = f"model.path: the tokenizer of {model_dir} puts {self._named(end)} behind {where}"
+            raise ending_text(where, self._describe_token(end))
+        what = f"model.path: the tokenizer of {model_dir} puts {self._describe_token(end)} behind {where}"
         advice = "take it out of post_processor in tokenizer.json (without that file: set add_eos_token to false)"
         return what, advice
 
@@ -643,18 +645,18 @@ class _Borders:
         found = [
             (sample, mark)
             for sample in samples
-            if (mark := next((each for each in self._marks["special"] if each in self._said(sample.row)), None))
+            if (mark := next((each for each in self._marks["special"] if each in self._row_text(sample.row)), None))
         ]
         if found:
             sample, mark = found[0]
             logger.warning(
                 "data: the messages of %d of the first %d prompts hold special tokens in their text, %s of %s first; "
                 "the model takes them for the template's own",
-                len(found), len(samples), mark, sample.row.where(self._config),
+                len(found), len(samples), mark, sample.row.describe_place(self._config),
             )  # fmt: skip
 
-    def _said(self, row: PromptRow) -> str:
+    def _row_text(self, row: PromptRow) -> str:
         return "\n".join(message["content"] for message in conversation(row.prompt, self._config))
 
-    def _named(self, token: int) -> str:
-        return f"{self._tokenizer.names([token])[0]} ({token})"
+    def _describe_token(self, token: int) -> str:
+        return f"{self._tokenizer.token_names([token])[0]} ({token})"

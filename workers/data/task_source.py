@@ -56,11 +56,11 @@ class TaskSource:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def row(self, index: int) -> PromptRow:
+    def read_row(self, index: int) -> PromptRow:
         """Return a task. Raises UserCodeFailed if the class raised, hung, or returned something that is not a JSON
         object; ConfigError if the row lacks its prompt or ground truth."""
         on = f"task {index} of seed {self._seed}"
-        fields = self._source.call("task", self._seed, index, on=on)
+        fields = self._source.call_method("task", self._seed, index, on=on)
         if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
             what = "an object whose names are not text" if isinstance(fields, dict) else kind_of(fields)
             raise UserCodeFailed(
@@ -71,12 +71,12 @@ class TaskSource:
 
     def rows(self, most: int) -> list[PromptRow]:
         """Return the first `most` tasks, or all if there are fewer."""
-        return [self.row(index) for index in range(most if self.size is None else min(most, self.size))]
+        return [self.read_row(index) for index in range(most if self.size is None else min(most, self.size))]
 
-    def tried(self) -> list[PromptRow]:
+    def trial_rows(self) -> list[PromptRow]:
         """Return some tasks to check before a run starts; raises ConfigError if one differs when asked for again."""
         rows = self.rows(_TRIED)
-        again = self.row(0)
+        again = self.read_row(0)
         if again.fields != rows[0].fields:
             raise ConfigError(
                 f"{self._source.what}: task(seed={self._seed}, index=0) returned {rows[0].task[:80]}, then "

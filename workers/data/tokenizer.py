@@ -238,16 +238,16 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._prompt = lru_cache(maxsize=4096)(self._decode)
+        self._prompt = lru_cache(maxsize=4096)(self._decode_tokens)
 
-    def prompt(self, tokens: Sequence[int]) -> str:
+    def decode_prompt(self, tokens: Sequence[int]) -> str:
         # Cached: all responses of a group share a prompt.
         return self._prompt(tuple(tokens))
 
-    def response(self, tokens: Sequence[int]) -> str:
-        return self._decode(tokens)
+    def decode_response(self, tokens: Sequence[int]) -> str:
+        return self._decode_tokens(tokens)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode_tokens(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
@@ -289,34 +289,34 @@ class ModelTokenizer:
         if self._pool is not None:
             self._pool.close()
 
-    def render(self, conversations: Sequence[Conversation]) -> list[str]:
+    def render_conversations(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return each conversation's text up to where the model's response begins. Raises ConfigError if there is no
         template, or it is broken, refuses the messages (many refuse a system message), or takes too long."""
-        return list(self._ask("render", conversations))
+        return list(self._ask_child("render", conversations))
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the tokens of each text; `special` adds what the tokenizer itself puts around a text."""
         if self._raw is not None:
             return [one.ids for one in self._raw.encode_batch_fast(texts, add_special_tokens=special)]
-        return list(self._ask("encode", texts, special))
+        return list(self._ask_child("encode", texts, special))
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts, including special tokens."""
         if self._raw is not None:
             return self._raw.decode_batch([list(ids) for ids in tokens], skip_special_tokens=False)
-        return list(self._ask("decode", tokens))
+        return list(self._ask_child("decode", tokens))
 
-    def names(self, tokens: Sequence[int]) -> list[str | None]:
+    def token_names(self, tokens: Sequence[int]) -> list[str | None]:
         """Return how the tokenizer writes each token; None: it has no such token."""
         if self._raw is not None:
             return [self._raw.id_to_token(token) for token in tokens]
-        return list(self._ask("names", tokens))
+        return list(self._ask_child("names", tokens))
 
-    def marks(self) -> dict[str, Any]:
+    def special_marks(self) -> dict[str, Any]:
         """Return the token ids `bos`, `eos` and `end` (which the template writes after an assistant's message), each
         None if absent, and `special`, the texts of all special tokens."""
         if self._pool is not None:
-            return dict(self._ask("marks"))
+            return dict(self._ask_child("marks"))
         assert self._raw is not None
         file = self.model_dir / TOKENIZER_SETTINGS
         settings = read_object(file, "the tokenizer's settings") if file.is_file() else {}
@@ -324,11 +324,13 @@ class ModelTokenizer:
         ids = {name: None if text is None else self._raw.token_to_id(text) for name, text in found.items()}
         return {**ids, "end": None, "special": []}
 
-    def _ask(self, *question: Any) -> Any:
+    def _ask_child(self, *question: Any) -> Any:
         assert self._pool is not None, "a child is there for what this process does not know"
         try:
             self._pool.until_ready()
-            answer = self._pool.call(*question, on=f"{len(question[1])} prompts" if len(question) > 1 else "its marks")
+            answer = self._pool.call_and_wait(
+                *question, on=f"{len(question[1])} prompts" if len(question) > 1 else "its marks"
+            )
         except UserCodeFailed as error:
             raise ConfigError(str(error)) from error
         if isinstance(answer, str):

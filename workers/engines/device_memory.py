@@ -41,7 +41,7 @@ class ModelSizes:
     tied: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any], num_parameters: int | None = None) -> "ModelSizes | None":
+    def from_config(config: Mapping[str, Any], num_parameters: int | None = None) -> "ModelSizes | None":
         """Read config.json; None: it lacks the usual sizes, so no estimate is possible.
 
         Without `num_parameters` they follow from the sizes, except for biases and norms of heads.

@@ -95,7 +95,7 @@ def outside_engine(registry: Registry, section: str, name: str, options: Mapping
 
 def _made(registry: Registry, section: str, name: str, setup: EngineSetup) -> Any:
     if name in registry.built_in:
-        return load_function(registry.locate(name), field=f"{section}.engine", arguments=None)(setup)
+        return load_function(registry.locate_class(name), field=f"{section}.engine", arguments=None)(setup)
     kind, options = outside_engine(registry, section, name, setup.options)
     return kind(replace(setup, options=options))
 

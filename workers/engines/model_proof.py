@@ -100,7 +100,7 @@ def prove_model(
         return dict.fromkeys(parts, problem)
     with tempfile.TemporaryDirectory(prefix="asyncflow-proof-") as place, _quiet(), _one_rank():
         proof = _Proof(Path(place), config, names, scores="score" in parts)
-        return {part: proof.verdict(part) for part in parts}
+        return {part: proof.check_part(part) for part in parts}
 
 
 def saved_names(config: Mapping[str, Any]) -> list[str]:
@@ -139,7 +139,7 @@ class _Proof:
         self._trainer: FsdpEngine | None = None
         self._write_config(place)
         try:
-            self._build(AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
+            self._build_model(AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
             if not scores and not self._failed:
                 self._expected = _one_by_one(self._plain, self._samples)
         except _OF_THE_MACHINE:
@@ -147,7 +147,7 @@ class _Proof:
         except Exception as error:  # noqa: BLE001 (models' code)
             self._failed = f"{_raised(error, place)} where transformers alone computes a small one"
 
-    def verdict(self, part: str) -> str | None:
+    def check_part(self, part: str) -> str | None:
         """Return what is wrong, or None."""
         if self._failed:
             return self._failed
@@ -161,7 +161,7 @@ class _Proof:
             return _raised(error, self._dir)
         return None
 
-    def _build(self, automatic: Any) -> None:
+    def _build_model(self, automatic: Any) -> None:
         more = {"num_labels": 1} if automatic is AutoModelForSequenceClassification else {}
         config = AutoConfig.from_pretrained(self._dir, trust_remote_code=False, **more)
         with suppress(Exception), torch.device("meta"):  # some cannot be built on meta; they are judged below
@@ -267,7 +267,7 @@ class _Proof:
         # Only tokens of the trainer's weights: it cannot score those drawn from the old ones.
         for one in done:
             prompt = requests[one.index].prompt_P
-            expected_R = trainer.log_probs(Sequences.of([prompt], [one.response_R]))
+            expected_R = trainer.log_probs(Sequences.from_turns([prompt], [one.response_R]))
             drawn_R = one.versions_R == 2
             if not _close(one.log_probs_R[drawn_R], expected_R[drawn_R]):
                 raise _Wrong(
@@ -303,13 +303,13 @@ class _Proof:
             expected_N = torch.cat(
                 [self._plain(input_ids=one.tokens_T.long().unsqueeze(0)).logits[:, 0] for one in _each(self._samples)]
             )
-        if not _close(reward.scores(self._samples), expected_N):
+        if not _close(reward.score_samples(self._samples), expected_N):
             model: Any = empty_reward_model(self._dir, dtype=torch.float32, attention=PACKED_ATTENTION)
             raise _Wrong(f"gives packed samples other scores than transformers' {type(model).__name__} each alone")
 
     def _compare_log_probs(self, model: Any, shared: bool) -> None:
         if not _close(self._log_probs(model, self._samples, shared=shared), self._expected):
-            raise _Wrong(self._blame(model))
+            raise _Wrong(self._blame_module(model))
 
     def _same_before_the_last(self, model: Any) -> None:
         """Refuse a model whose tokens see later ones, even with transformers' own attention."""
@@ -319,15 +319,17 @@ class _Proof:
         before = slice(0, changed.num_drawn - 2)
         with torch.no_grad():
             first, second = (
-                response_log_probs(model, PackedInputs.of(batch, _CPU), 1.0)[0][before]
+                response_log_probs(model, PackedInputs.from_batch(batch, _CPU), 1.0)[0][before]
                 for batch in (changed, Sequences(tokens_T, changed.lengths_N, changed.response_mask_T))
             )
         if not _close(first, second):
             raise _Wrong("lets tokens see later ones, so it is not a causal language model")
 
-    def _blame(self, model: Any) -> str:
+    def _blame_module(self, model: Any) -> str:
         """Return which module computes a packed sequence incorrectly, and how."""
-        samples = Sequences.of([self._samples.tokens_T[:4], self._samples.tokens_T[9:18]], [_draw(5, 1), _draw(6, 2)])
+        samples = Sequences.from_turns(
+            [self._samples.tokens_T[:4], self._samples.tokens_T[9:18]], [_draw(5, 1), _draw(6, 2)]
+        )
         packed = _seen(model, _fed(samples))
         alone = [_seen(self._plain, {"input_ids": one.tokens_T[:-1].long().unsqueeze(0)}) for one in _each(samples)]
 
@@ -348,12 +350,16 @@ class _Proof:
                 name not in packed or wrong(name, 0) or type(modules[name]).__module__.startswith("torch.")
             ):
                 name = name.rpartition(".")[0]
-            what = "mixes the samples of" if self._mixes(model, samples, packed, name) else "gives other numbers in"
+            what = (
+                "mixes the samples of"
+                if self._mixes_samples(model, samples, packed, name)
+                else "gives other numbers in"
+            )
             return f"has layers whose {_named(modules, name, self._plain.config)} {what} a packed batch"
         return "gives other log-probabilities for packed samples than for each alone"
 
     @staticmethod
-    def _mixes(model: Any, samples: Sequences, packed: "_Seen", name: str) -> bool:
+    def _mixes_samples(model: Any, samples: Sequences, packed: "_Seen", name: str) -> bool:
         """Return whether a module's output for the second sample depends on the first."""
         start = int(samples.lengths_N[0]) - 1  # the last token of a sample is not fed
         tokens_T = samples.tokens_T.clone()
@@ -373,13 +379,13 @@ class _Proof:
 
     @staticmethod
     def _log_probs(model: Any, samples: Sequences, *, shared: bool) -> Tensor:
-        return response_log_probs(model, PackedInputs.of(samples, _CPU, shared_prompt=shared), 1.0)[0]
+        return response_log_probs(model, PackedInputs.from_batch(samples, _CPU, shared_prompt=shared), 1.0)[0]
 
 
 def _samples() -> Sequences:
     """One lone sample and two that share a prompt, of 9, 12 and 17 tokens: longer than the small models' windows."""
     shared = _draw(9, 4)
-    return Sequences.of([_draw(4, 3), shared, shared], [_draw(5, 5), _draw(3, 6), _draw(8, 7)])
+    return Sequences.from_turns([_draw(4, 3), shared, shared], [_draw(5, 5), _draw(3, 6), _draw(8, 7)])
 
 
 def _draw(size: int, seed: int) -> Tensor:
@@ -428,7 +434,7 @@ def _alike(actual: Tensor | None, expected: Tensor | None, total: float) -> bool
 
 
 def _fed(samples: Sequences) -> dict[str, Any]:
-    inputs = PackedInputs.of(samples, _CPU)
+    inputs = PackedInputs.from_batch(samples, _CPU)
     return {
         "input_ids": inputs.tokens_T.unsqueeze(0),
         "position_ids": inputs.positions_T.unsqueeze(0),

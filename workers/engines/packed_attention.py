@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from asyncflow.device import to_device
 from asyncflow.errors import ConfigError
-from workers.engines.packed_forward import ALONE, Block, PackedLayout
+from workers.engines.packed_forward import ALONE, PackedLayout, QueryBlock
 
 #     CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and response merged
 #     CUDA (half precision)   `varlen_attention`: one variable-length flash call
@@ -268,7 +268,7 @@ class _CpuAttention(torch.autograd.Function):
             torch.empty_like(value, dtype=exact),
         )
 
-        def parts(block: Block, causal: bool) -> Any:
+        def parts(block: QueryBlock, causal: bool) -> Any:
             # The flash backward recomputes probabilities as exp(score - l), so each part gets its exact gradients from
             # the *merged* output and l.
             inputs = (_queries(grad_HTD, block), *_inputs(query, key, value, block), _queries(out_HTD, block))
@@ -284,18 +284,18 @@ class _CpuAttention(torch.autograd.Function):
         return (*(total.to(query.dtype) for total in totals), None, None)
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(query: Tensor, key: Tensor, value: Tensor, block: QueryBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of a block's queries, keys and values: [N, H, L, D], and twice [N, H, M, D]."""
     return _queries(query, block), _keys(key, block), _keys(value, block)
 
 
-def _queries(tensor: Tensor, block: Block) -> Tensor:
+def _queries(tensor: Tensor, block: QueryBlock) -> Tensor:
     """Return a view [N, H, L, ...] of a tensor [H, T, ...]."""
     tokens = tensor.narrow(1, block.start, block.documents * block.length)
     return torch.unflatten(tokens, 1, (block.documents, block.length)).transpose(0, 1)
 
 
-def _keys(tensor: Tensor, block: Block) -> Tensor:
+def _keys(tensor: Tensor, block: QueryBlock) -> Tensor:
     tokens = tensor.narrow(1, block.keys, block.documents * block.num_keys)
     return torch.unflatten(tokens, 1, (block.documents, block.num_keys)).transpose(0, 1)
 

@@ -101,7 +101,7 @@ class _HeadLogProbs(torch.autograd.Function):
         # The entropy needs z and e^z at once; without it, e^z overwrites the tile.
         exponentials = torch.empty_like(tiles.buffer) if request.entropy else tiles.buffer
         for rows, z_An in tiles:
-            column_A1, inside_A1 = tiles.targets(rows)
+            column_A1, inside_A1 = tiles.targets_in_tile(rows)
             sums.target_A += (z_An.gather(1, column_A1) * inside_A1)[:, 0]
             sums.raise_most(z_An.amax(1))
             z_An.sub_(sums.most_A.unsqueeze(1))
@@ -110,7 +110,7 @@ class _HeadLogProbs(torch.autograd.Function):
             if request.entropy:
                 sums.weighted_A += e_An.mul_(z_An).sum(1)
         if request.group is not None:
-            sums.merge(request.group)
+            sums.merge_ranks(request.group)
         log_sum_A = sums.sum_A.log()
         entropy_A = log_sum_A - sums.weighted_A / sums.sum_A if request.entropy else torch.zeros_like(log_sum_A)
         if not request.entropy:
@@ -148,7 +148,7 @@ class _HeadLogProbs(torch.autograd.Function):
             z_An.exp_()
             if entropy_gradient_A is not None:
                 of_entropy_An.mul_(z_An)
-            column_A1, inside_A1 = tiles.targets(rows)
+            column_A1, inside_A1 = tiles.targets_in_tile(rows)
             z_An.scatter_(1, column_A1, z_An.gather(1, column_A1) - inside_A1)
             z_An.mul_(factor_A1)
             if entropy_gradient_A is not None:
@@ -196,7 +196,7 @@ class _Tiles:
                 z_An.div_(self._request.temperature)
             yield rows, z_An
 
-    def targets(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def targets_in_tile(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return each token's target as a column of the tile, [A, 1], and whether it really lies in the tile."""
         place_A = self._request.targets_A - (self._request.first + rows.start)
         column_A = place_A.clamp(0, rows.stop - rows.start - 1)
@@ -232,7 +232,7 @@ class _Sums:
         self.weighted_A *= factor_A
         self.most_A = most_A
 
-    def merge(self, group: dist.ProcessGroup) -> None:
+    def merge_ranks(self, group: dist.ProcessGroup) -> None:
         """Combine the sums of all ranks' rows of the head."""
         most_A = self.most_A.clone()
         dist.all_reduce(most_A, op=dist.ReduceOp.MAX, group=group)
@@ -258,7 +258,7 @@ class _Sums:
 ALONE = -1  # in `PackedLayout.prompts`: the document continues no other
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Neighbouring queries that one call of an attention kernel computes."""
 
     start: int  # first token of the queries
@@ -278,7 +278,7 @@ class PackedLayout:
     prompts: tuple[int, ...]
 
     @staticmethod
-    def alone(lengths: Sequence[int]) -> "PackedLayout":
+    def from_lengths(lengths: Sequence[int]) -> "PackedLayout":
         """Return the layout of documents that do not continue each other."""
         return PackedLayout(tuple(lengths), (ALONE,) * len(lengths))
 
@@ -301,24 +301,26 @@ class PackedLayout:
         return max(self.key_lengths)
 
     @cached_property
-    def own_blocks(self) -> tuple[Block, ...]:
+    def own_blocks(self) -> tuple[QueryBlock, ...]:
         """Each document against itself, causal; neighbours of equal length share a block. Covers each token once."""
         blocks = []
         for length, run in groupby(range(len(self.lengths)), key=lambda document: self.lengths[document]):
             documents = list(run)
             start = self.starts[documents[0]]
-            blocks.append(Block(start, len(documents), length, start, length))
+            blocks.append(QueryBlock(start, len(documents), length, start, length))
         return tuple(blocks)
 
     @cached_property
-    def prompt_blocks(self) -> tuple[Block, ...]:
+    def prompt_blocks(self) -> tuple[QueryBlock, ...]:
         """Documents against the prompt that they continue, unmasked; neighbours with the same prompt share a block."""
         blocks = []
         for prompt, run in groupby(range(len(self.lengths)), key=lambda document: self.prompts[document]):
             documents = list(run)
             if prompt != ALONE:
                 length = sum(self.lengths[document] for document in documents)
-                blocks.append(Block(self.starts[documents[0]], 1, length, self.starts[prompt], self.lengths[prompt]))
+                blocks.append(
+                    QueryBlock(self.starts[documents[0]], 1, length, self.starts[prompt], self.lengths[prompt])
+                )
         return tuple(blocks)
 
     def key_index(self) -> Tensor | None:
@@ -361,7 +363,7 @@ class PackedInputs:
     targets_A: Tensor  # int64 [A], the drawn tokens
 
     @staticmethod
-    def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
+    def from_batch(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
         """Pack a micro-batch that is in host memory, and move it to `device` in one asynchronous copy."""
         lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths.tolist()
         starts = [0, *accumulate(lengths)][:-1]
@@ -406,7 +408,7 @@ class InputsOfBatch:
         # By identity: policy and copies are given the same object in turn.
         if self._last is None or self._last[0] is not batch:
             check_sequences(batch, vocab_size=self._vocab_size)
-            self._last = batch, PackedInputs.of(batch, self._device, shared_prompt=self._shared_prompt)
+            self._last = batch, PackedInputs.from_batch(batch, self._device, shared_prompt=self._shared_prompt)
         return self._last[1]
 
 

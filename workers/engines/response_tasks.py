@@ -38,7 +38,7 @@ class ResponseTasks(Generic[T]):
         self._finished: list[tuple[int, T]] = []
         self._failure: BaseException | None = None
         self._running: dict[Future[T], int] = {}
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -53,9 +53,9 @@ class ResponseTasks(Generic[T]):
             future = asyncio.run_coroutine_threadsafe(response, self._loop)
             with self._lock:
                 self._running[future] = ticket
-            future.add_done_callback(self._done)
+            future.add_done_callback(self._take_result)
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Make `step` return; called by a coroutine that made progress."""
         self._news.set()
 
@@ -74,15 +74,15 @@ class ResponseTasks(Generic[T]):
             raise failure
         return [result for _, result in finished]
 
-    def cancel(self, ticket: int) -> None:
+    def cancel_ticket(self, ticket: int) -> None:
         """Cancel what runs under a ticket, wait for its end, and forget its result."""
         with self._lock:
-            # Forget the future first, so that `_done` ignores its result.
+            # Forget the future first, so that `_take_result` ignores its result.
             running = [future for future, own in self._running.items() if own == ticket]
             for future in running:
                 del self._running[future]
             self._finished = [(own, result) for own, result in self._finished if own != ticket]
-        self._end(running)
+        self._cancel_futures(running)
 
     def abort(self) -> None:
         """Cancel everything, wait for its end, and forget all results."""
@@ -91,9 +91,9 @@ class ResponseTasks(Generic[T]):
             self._running.clear()
             self._finished.clear()
             self._failure = None
-        self._end(running)
+        self._cancel_futures(running)
 
-    def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return a coroutine's result. Raises DeadlineExceeded, which names `what`, after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -104,13 +104,13 @@ class ResponseTasks(Generic[T]):
             future.cancel()
             raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from error
 
-    def call(self, function: Callable[[], R], *, what: str, timeout_s: float) -> R:
+    def call_in_loop(self, function: Callable[[], R], *, what: str, timeout_s: float) -> R:
         """Call a function in the loop's thread and return its result; errors as in `run`."""
 
         async def call() -> R:
             return function()
 
-        return self.run(call(), what=what, timeout_s=timeout_s)
+        return self.run_coroutine(call(), what=what, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Cancel what runs and end the thread; idempotent."""
@@ -121,19 +121,21 @@ class ResponseTasks(Generic[T]):
             if not self._thread.is_alive():
                 self._loop.close()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _end(self, running: Sequence["Future[T]"]) -> None:
+    def _cancel_futures(self, running: Sequence["Future[T]"]) -> None:
         """Cancel futures, already removed from `_running`, and wait until their coroutines have ended."""
         for future in running:
             future.cancel()
         if running:
             longer_than_itself_s = 2 * _CLOSE_S
-            self.run(self._settle(), what="responses to be cancelled", timeout_s=longer_than_itself_s)
+            self.run_coroutine(
+                self._await_cancelled(), what="responses to be cancelled", timeout_s=longer_than_itself_s
+            )
 
-    def _done(self, future: "Future[T]") -> None:
+    def _take_result(self, future: "Future[T]") -> None:
         with self._lock:
             if future not in self._running:
                 return  # aborted
@@ -145,7 +147,7 @@ class ResponseTasks(Generic[T]):
                 self._failure = self._failure or failure
         self._news.set()
 
-    async def _settle(self) -> None:
+    async def _await_cancelled(self) -> None:
         # A library must handle the cancellation before anything else starts.
         others = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
         cancelled = [task for task in others if task.cancelling()]
@@ -177,7 +179,7 @@ class TaskEngine(CheckedEngine):
         return self._tasks.step(wake)
 
     def cancel(self, ticket: int) -> None:
-        self._tasks.cancel(ticket)
+        self._tasks.cancel_ticket(ticket)
 
     def abort(self) -> None:
         self._tasks.abort()

@@ -43,18 +43,18 @@ class SharedModel(ABC):
         """Return what `load_weights` needs: one name per box, since a rank may hold several boxes of a tensor."""
         return {
             f"{shard.name}[{number}]": Need(shard.shape, (shard.name, *self._aliases.get(shard.name, ())), shard.box)
-            for number, shard in enumerate(self._held())
+            for number, shard in enumerate(self._held_shards())
         }
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        for number, shard in enumerate(self._held()):
+        for number, shard in enumerate(self._held_shards()):
             shard.values.copy_(weights[f"{shard.name}[{number}]"].reshape(shard.values.shape))
 
     def read_weights(self, weights_dir: Path) -> None:
         """Read this rank's rows from files. Raises ConfigError if they lack weights, or hold others."""
         files = HfWeights(weights_dir)
         self._check_stored(files)
-        files.fill(self._held(), self._aliases)
+        files.fill(self._held_shards(), self._aliases)
 
     def save_weights(self, target: Path) -> None:
         """Write whole weights as safetensors into `target`, which is created; collective, the first rank writes.
@@ -63,7 +63,7 @@ class SharedModel(ABC):
             OSError: they cannot be written; on the first rank.
             DeadlineExceeded: a rank is gone.
         """
-        own = self._held()
+        own = self._held_shards()
         held = gather([[shard.name, shard.shape, shard.box.offset, shard.box.size] for shard in own])
         shapes: dict[str, tuple[int, ...]] = {}
         holders: dict[str, dict[Box, tuple[int, int]]] = {}  # the first rank with a box sends it
@@ -105,5 +105,5 @@ class SharedModel(ABC):
     def _check_stored(self, weights: HfWeights) -> None:
         """Refuse files with tensors that the model would not use."""
 
-    def _held(self) -> list[LocalShard]:
+    def _held_shards(self) -> list[LocalShard]:
         return [shard for shard in self.shards() if shard.box.numel]

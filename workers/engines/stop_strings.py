@@ -72,7 +72,7 @@ class StopTokenizer:
         self._load = load
         self._lock = threading.Lock()
 
-    def strings(self, texts: Sequence[str]) -> StopStrings | None:
+    def make_stop_strings(self, texts: Sequence[str]) -> StopStrings | None:
         """Return what finds these strings, each checked by `unusable_stop`; None if there are none."""
         return StopStrings(self, texts) if texts else None
 

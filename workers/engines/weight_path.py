@@ -35,11 +35,11 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     broadcaster = None
     if config.path == "broadcast":
         broadcaster = Broadcaster(
-            context.credentials(), _lead(context), context.name, plan, context.rank,
+            context.job_credentials(), _lead(context), context.name, plan, context.rank,
             device=context.device, epoch=epoch, timeout_s=config.timeout_s,
         )  # fmt: skip
     return WeightSender(
-        context.credentials(), _agent(context), context.name, plan, context.rank,
+        context.job_credentials(), _agent(context), context.name, plan, context.rank,
         device=context.device, timeout_s=config.timeout_s, broadcaster=broadcaster, timeline=context.timeline,
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def open_receiver(
         store = context.new_store(min(config.timeout_s, STALL_S))
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
-        context.credentials(), _agent(context), name, needs,
+        context.job_credentials(), _agent(context), name, needs,
         device=context.reading_device,
         adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=best_effort,
@@ -95,7 +95,7 @@ def follow_policy(
     broadcast = config.weightsync.path == "broadcast"
     if isinstance(engine, RanksEngine) and (broadcast or engine.can_follow):
         ranks = RanksReceiver(
-            context.credentials(), _agent(context), context.name, engine,
+            context.job_credentials(), _agent(context), context.name, engine,
             run_dir=context.run_dir, lead=_lead(context) if broadcast else "", arrived=arrived,
             takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
             timeline=context.timeline,
@@ -177,7 +177,7 @@ class HeldWeights:
         context, timeout_s = self._context, self._timeout_s
         deadline = time.monotonic() + timeout_s
         while (self.version is None or self.version < needed) and not context.stopping.is_set():
-            context.report("waiting for weights")
+            context.report_state("waiting for weights")
             with context.timeline.span("wait for weights", step=needed.step):
                 if not self._receiver.wait_for(
                     needed.step, lineage=needed.lineage, timeout_s=timeout_s, stop=context.stopping

@@ -54,7 +54,7 @@ class PromptFeed:
         self._connection: Connection | None = None
         self._closed = False
         # None: the outcome of the last put is unknown
-        self._last: int | None = self._call(OpenFeed(name, self._process))
+        self._last: int | None = self._call_service(OpenFeed(name, self._process))
 
     @property
     def last_sequence(self) -> int:
@@ -87,14 +87,14 @@ class PromptFeed:
             first = self._known_last() + 1
             # Unknown until the reply; see `_known_last`.
             self._last = None
-            self._last = self._call(PutFeed(self.name, self._process, first, encoded))
+            self._last = self._call_service(PutFeed(self.name, self._process, first, encoded))
             return self._last
 
     def end(self) -> None:
         """Declare that no feeder will put more rows: the run trains the steps that they fill, and ends. Raises as `put`
         does."""
         with self._lock:
-            self._call(EndFeed(self.name, self._process))
+            self._call_service(EndFeed(self.name, self._process))
 
     def close(self) -> None:
         """Leave for good; idempotent."""
@@ -108,10 +108,10 @@ class PromptFeed:
 
     def _known_last(self) -> int:
         if self._last is None:
-            self._last = self._call(OpenFeed(self.name, self._process, again=True))
+            self._last = self._call_service(OpenFeed(self.name, self._process, again=True))
         return self._last
 
-    def _call(self, message: OpenFeed | PutFeed | EndFeed) -> int:
+    def _call_service(self, message: OpenFeed | PutFeed | EndFeed) -> int:
         timeout_s = self._credentials.timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
@@ -122,7 +122,7 @@ class PromptFeed:
                     self._connection = Connection(
                         self._credentials, SERVICE, self.name, FedUpTo, timeout_s=timeout_s, stop=self._over
                     )
-                reply, _ = self._connection.call(message, timeout_s=timeout_s)
+                reply, _ = self._connection.call_service(message, timeout_s=timeout_s)
             except QueueFull:
                 raise
             except PeerRefused as error:

@@ -120,9 +120,9 @@ class LocalEngines:
         given = [
             as_row(dict(row), place, data, own_rollout=False, where=f"row {place}") for place, row in enumerate(rows)
         ]
-        prompts = self._tokens.of(given)[1]
+        prompts = self._tokens.tokenize_rows(given)[1]
         for k, row in enumerate(given):
-            if not self._tokens.fits(row, len(prompts[k])):
+            if not self._tokens.row_fits(row, len(prompts[k])):
                 raise ConfigError(
                     f"row {k}: the prompt has {len(prompts[k])} tokens, more than data.max_prompt_tokens = "
                     f"{data.max_prompt_tokens}; raise that, or leave the row out"
@@ -217,7 +217,7 @@ class LocalEngines:
         for positions in micro_batches(samples, self.config.actor):
             part = samples.select(positions)
             stats = self._learner.train(part, self._device)
-            totals.add(algorithm.counts(part), float(stats["loss"]))
+            totals.add_micro_batch(algorithm.counts(part), float(stats["loss"]))
         scale = algorithm.scale(totals.counts)
         made = self.trainer.step(scale)
         self.version += 1

@@ -109,7 +109,7 @@ class OutsideLease(Lease):
             self._check_samples(packed)
         elif rows and not set(packed).isdisjoint(DRAWN_COLUMNS):
             with contextlib.suppress(LeaseFenced):  # then the put below is refused as well
-                self._check_drawn(packed, self._drawn(rows))
+                self._check_drawn(packed, self._drawn_lengths(rows))
         if "rewards" in packed and packed["rewards"].values.isinf().any():
             raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
         return super().put(packed, rows)
@@ -133,7 +133,7 @@ class OutsideLease(Lease):
                 f"{self._held.step} (what the rows were asked for with); generate with newer weights"
             )
 
-    def _drawn(self, rows: Sequence[int]) -> list[int]:
+    def _drawn_lengths(self, rows: Sequence[int]) -> list[int]:
         """Return the number of drawn tokens in each of these rows, which others generated."""
         place = {row: number for number, row in enumerate(self.rows)}
         return drawn_per_row(self.read(["response_mask"]).select([place[row] for row in rows])).tolist()
@@ -194,7 +194,7 @@ class Announcement:
     takes_prompts: bool  # prompts are fed
 
     @staticmethod
-    def of(config: RunConfig, job: Job) -> "Announcement":
+    def from_run(config: RunConfig, job: Job) -> "Announcement":
         # No secrets in here: everybody who reaches the store can read it.
         placed = [task for task in launched_tasks(config, job) if task.role not in TRAINERS]
         gated = {spec.name for spec in task_specs(placed, config) if spec.max_staleness is not None}
@@ -273,7 +273,7 @@ class RunClient:
         )
         self._feeds: list[WeightFeed | PromptFeed] = []
         self._num_reports = 0
-        threading.Thread(target=self._watch, name="watch-run", daemon=True).start()
+        threading.Thread(target=self._watch_run, name="watch-run", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +313,7 @@ class RunClient:
             raise ConfigError(f"task {task}: say with version=... which weights this process holds")
         held = version or Version(0, 0)
         return LeaseStream(
-            partial(self._fetch, held),
+            partial(self._fetch_lease, held),
             task,
             spec.inputs if columns is None else columns,
             num_rows=num_rows,
@@ -370,11 +370,11 @@ class RunClient:
             feed.close()
         self.queue.close()
 
-    def _fetch(self, held: Version, task: str, **how: Any) -> "Lease | NoRows":
+    def _fetch_lease(self, held: Version, task: str, **how: Any) -> "Lease | NoRows":
         try:
             answer = self.queue.fetch(task, lineage=held.lineage, **how)
         except TransportError:
-            # At a run's end its queue goes first, and the store that `_watch` asks some seconds later.
+            # At a run's end its queue goes first, and the store that `_watch_run` asks some seconds later.
             if self._over.wait(_END_S):
                 return NoRows(NoRowsReason.STOP, held.step)
             raise
@@ -383,7 +383,7 @@ class RunClient:
         allowed = StalenessRule(self._announced.staleness_bound)
         return OutsideLease(self.queue.data, answer, self.tasks[task], held, allowed=allowed)
 
-    def _watch(self) -> None:
+    def _watch_run(self) -> None:
         while not self._closed.wait(_LOOK_S):
             # A single failed connection does not count yet.
             if not self._alive() and not self._alive():

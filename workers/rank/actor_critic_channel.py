@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Message:
+class ActorMessage:
     """A message of the actor; step 0 means none."""
 
     kind: Kind
@@ -47,44 +47,48 @@ class ActorCriticChannel:
     """One thread's end of the channel, with a store client that no other thread uses."""
 
     def __init__(self, store: SealedStore, *, lineage: int) -> None:
-        self._keys = store.under(f"critic/{lineage}")
+        self._keys = store.with_prefix(f"critic/{lineage}")
         self._next = 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ActorMessage) -> None:
         """Send to all ranks of the critic; only from the actor's rank 0, in one thread."""
-        self._set(f"message/{self._next}", [message.kind, message.step])
+        self._set_key(f"message/{self._next}", [message.kind, message.step])
         self._next += 1
 
-    def recv(self) -> Message:
-        kind, step = self._wait(f"message/{self._next}")
+    def recv(self) -> ActorMessage:
+        kind, step = self._wait_for_key(f"message/{self._next}")
         self._next += 1
-        return Message(Kind(kind), step)
+        return ActorMessage(Kind(kind), step)
 
     def send_report(self, step: int, figures: dict[str, float]) -> None:
-        self._set(f"report/{step}", figures)
+        self._set_key(f"report/{step}", figures)
 
     def recv_report(self, step: int) -> dict[str, float]:
         """Wait until the critic finished a step; returns its metrics."""
-        figures: dict[str, float] = self._wait(f"report/{step}")
+        figures: dict[str, float] = self._wait_for_key(f"report/{step}")
         return figures
 
     def send_begun(self, step: int, *, begun: bool) -> None:
         """Tell the critic that it may write its part of a save, or that the save failed (`begun` False)."""
-        self._set(f"begun/{step}", begun)
+        self._set_key(f"begun/{step}", begun)
 
     def recv_begun(self, step: int, *, timeout_s: float) -> bool:
         """Wait for `send_begun`. Raises CheckpointError if nothing arrived within `timeout_s`."""
-        begun: bool = self._wait(f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}")
+        begun: bool = self._wait_for_key(
+            f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}"
+        )
         return begun
 
     def send_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
         """Report what the critic wrote (path in the checkpoint -> size, checksum), or why it could not."""
-        self._set(f"files/{step}", [files, error])
+        self._set_key(f"files/{step}", [files, error])
 
     def recv_files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
         """Wait for `send_files`. Raises CheckpointError if the critic failed, did not answer within `timeout_s`, or
         names files that are not its own."""
-        files, error = self._wait(f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}")
+        files, error = self._wait_for_key(
+            f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}"
+        )
         if error:
             raise CheckpointError(f"the critic could not save step {step}: {error}")
         for name in files:
@@ -93,10 +97,10 @@ class ActorCriticChannel:
                 raise CheckpointError(f"the critic says that it wrote {name!r}, which is not in {CRITIC}/")
         return {name: (num_bytes, digest) for name, (num_bytes, digest) in files.items()}
 
-    def _set(self, key: str, value: Any) -> None:
+    def _set_key(self, key: str, value: Any) -> None:
         self._keys.set(key, json.dumps(value))
 
-    def _wait(self, key: str, *, timeout_s: float = _NO_DEADLINE_S, what: str = "") -> Any:
+    def _wait_for_key(self, key: str, *, timeout_s: float = _NO_DEADLINE_S, what: str = "") -> Any:
         try:
             self._keys.wait([key], timedelta(seconds=timeout_s))
         except DistStoreError as error:

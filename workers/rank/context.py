@@ -162,17 +162,17 @@ class WorkerContext:
         """Return the store for this gang's process group, new for every attempt: old addresses are never read."""
         return PrefixStore(f"pg/{self.gang.name}/{self.job.lineage}/{self.attempt}", self.new_store())
 
-    def credentials(self) -> Credentials:
+    def job_credentials(self) -> Credentials:
         timeout_s = self.config.launcher.start_timeout_s
         store = self.new_store(min(timeout_s, STORE_TIMEOUT_S))  # its clones connect with this deadline
         return Credentials(store, bytes.fromhex(self.job.secret), timeout_s)
 
     def queue_client(self) -> QueueClient:
         return QueueClient(
-            self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
+            self.job_credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
         )
 
-    def report(
+    def report_state(
         self,
         state: str,
         detail: str = "",
@@ -187,7 +187,7 @@ class WorkerContext:
             state: a few words, e.g. `generating`, `waiting for weights`; `detail`: more, e.g. `64 responses`.
             step, version, rollouts: None: unchanged; the last are `Rollouts.figures`.
         """
-        self.progress()
+        self.report_progress()
         old = self._status
         self._status = _Status(
             state,
@@ -201,17 +201,17 @@ class WorkerContext:
     def reporting(self, state: str, *, step: int | None = None) -> Iterator[None]:
         """Report a state inside the block, and the previous state again after it."""
         before = self._status
-        self.report(state, step=step)
+        self.report_state(state, step=step)
         try:
             yield
         finally:
-            self.report(before.state, before.detail, step=before.step)
+            self.report_state(before.state, before.detail, step=before.step)
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Note progress; a busy rank that stops reporting it counts as stuck."""
         self._progress_at = time.monotonic()
 
-    def warn(self, text: str) -> None:
+    def warn_user(self, text: str) -> None:
         """Show the user, in one line, a problem that the run survives; "" clears it. Any thread may call."""
         if text:
             logger.warning("%s", text)
@@ -219,19 +219,19 @@ class WorkerContext:
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
-        """Report why a response could not be scored; see `_failed`."""
-        self._failed(REWARD, why)
+        """Report why a response could not be scored; see `_record_failure`."""
+        self._record_failure(REWARD, why)
 
     def rollout_failed(self, why: str) -> None:
-        """Report why an attempt at a rollout failed; see `_failed`."""
-        self._failed(ROLLOUT, why)
+        """Report why an attempt at a rollout failed; see `_record_failure`."""
+        self._record_failure(ROLLOUT, why)
 
     def last_failure(self, kind: str) -> str:
         """Return why the last failed scoring (`REWARD`) or rollout (`ROLLOUT`) failed, on any rank; "" if none did."""
         key = f"{kind}_failure"
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
-    def _failed(self, kind: str, why: str) -> None:
+    def _record_failure(self, kind: str, why: str) -> None:
         # The launcher shows the first failure; `asyncflow status`, and the error that ends the run, show the last.
         if kind not in self._told_failures:
             self.said_first(f"{kind}_failure", why)
@@ -249,7 +249,7 @@ class WorkerContext:
     @property
     def last_step(self) -> int:
         """Number of the last step: from the settings, or an earlier one if a feed ended."""
-        said = self._store.look([self._last_step_key]) if self.config.data.is_feed else {}
+        said = self._store.get_existing([self._last_step_key]) if self.config.data.is_feed else {}
         return int(said.get(self._last_step_key, self.job.last_step))
 
     def end_at(self, step: int) -> None:
@@ -266,7 +266,7 @@ class WorkerContext:
     def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Return, per role, (unix time, seconds waited so far) of every rank that has reported since it started."""
         keys = [(gang.role, f"status/{gang.name}/{k}") for gang in self.job.gangs for k in range(gang.num_ranks)]
-        said = self._store.look([key for _, key in keys])
+        said = self._store.get_existing([key for _, key in keys])
         waiting: dict[str, list[tuple[float, float]]] = {}
         for role, key in keys:
             fields = json.loads(said.get(key, "{}"))
@@ -278,9 +278,9 @@ class WorkerContext:
         store = self.sealed_store(STORE_TIMEOUT_S)
         try:
             while True:
-                self._say(store)
-                if phase := store.look(["phase"]):
-                    self._obey(phase["phase"].decode())
+                self._write_status(store)
+                if phase := store.get_existing(["phase"]):
+                    self._obey_phase(phase["phase"].decode())
                 if self._closed.wait(HEARTBEAT_S):
                     return
         except RuntimeError:
@@ -288,7 +288,7 @@ class WorkerContext:
                 logger.error("%s: the job store is gone, and with it the launcher; exiting", self.name)
                 os._exit(1)
 
-    def _say(self, store: SealedStore) -> None:
+    def _write_status(self, store: SealedStore) -> None:
         status = {
             **vars(self._status),
             "time": time.time(),
@@ -299,7 +299,7 @@ class WorkerContext:
         store.set(f"status/{self.gang.name}/{self.rank}", json.dumps(status))
         self.timeline.flush()
 
-    def _obey(self, phase: str) -> None:
+    def _obey_phase(self, phase: str) -> None:
         if phase in ("stop", "exit") or (phase == "evaluate" and self.gang.role not in OBSERVERS):
             self.stopping.set()
             for wake in self._woken_to_stop:

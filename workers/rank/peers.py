@@ -138,7 +138,7 @@ def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[b
 #
 #     lead      queue -> rows -> columns -> forward_backward, ledger, statistics
 #                         |         |
-#     others              '-> rows  '-> columns -> forward_backward        (`dataloader`, `ReplicaPeers.share`)
+#     others              '-> rows  '-> columns -> forward_backward        (`dataloader`, `ReplicaPeers.share_columns`)
 
 _CPU = torch.device("cpu")
 
@@ -154,7 +154,7 @@ class ReplicaPlace:
     rank: int  # This rank
 
     @staticmethod
-    def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
+    def of_rank(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
         """Return the place of `rank`; raises ConfigError if the ranks make no whole replicas."""
         if actor.engine != "megatron":
             return ReplicaPlace(rank, num_ranks, tuple((one,) for one in range(num_ranks)), rank)
@@ -194,7 +194,7 @@ class ReplicaPeers:
         groups = [dist.new_group(list(ranks)) for ranks in place.members]
         self._group = groups[place.index]
 
-    def share(self, columns: Mapping[str, Column] | None) -> Mapping[str, Column]:
+    def share_columns(self, columns: Mapping[str, Column] | None) -> Mapping[str, Column]:
         """Return the lead's columns on every rank of the replica; the others pass None. Raises DeadlineExceeded if a
         rank does not come, or left."""
         meta, body = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
@@ -204,14 +204,14 @@ class ReplicaPeers:
             body = torch.empty(payload.num_bytes, dtype=torch.uint8)
             payload.write(body)
         with waiting_for_peers("for the columns of its replica"):
-            sizes = self._broadcast(torch.tensor([meta.numel(), body.numel()]))
+            sizes = self._broadcast_tensor(torch.tensor([meta.numel(), body.numel()]))
             num_meta, num_body = sizes.tolist()
-            meta = self._broadcast(meta if columns is not None else torch.empty(num_meta, dtype=torch.uint8))
-            body = self._broadcast(body if columns is not None else torch.empty(num_body, dtype=torch.uint8))
+            meta = self._broadcast_tensor(meta if columns is not None else torch.empty(num_meta, dtype=torch.uint8))
+            body = self._broadcast_tensor(body if columns is not None else torch.empty(num_body, dtype=torch.uint8))
         if columns is not None:
             return columns
         return unpack(msgpack_decoder(list[ColumnHeader]).decode(meta.numpy().tobytes()), body)
 
-    def _broadcast(self, tensor: Tensor) -> Tensor:
+    def _broadcast_tensor(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=self._lead, group=self._group)  # Gloo, since these are host values
         return tensor

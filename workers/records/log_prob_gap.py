@@ -63,7 +63,7 @@ class GapLimits:
     surprise: bool = True
 
     @staticmethod
-    def of(config: RunConfig) -> "GapLimits | None":
+    def from_config(config: RunConfig) -> "GapLimits | None":
         """Return the limits for the least precise dtype that computes or sends the policy; None: a simulated engine."""
         rollout = config.rollout
         if "sim" in (rollout.engine, config.actor.engine):
@@ -80,7 +80,7 @@ class GapLimits:
         """Return the largest allowed mean absolute difference (nats) at a given mean entropy of the tokens."""
         return _TIMES * self.error * _spread(entropy)
 
-    def signed(self, entropy: float) -> float:
+    def signed_limit(self, entropy: float) -> float:
         """Return how far from 0 the mean difference may be (nats).
 
         Over tokens that the generating engine drew, it is KL(generating || trainer), half the square of the errors, so
@@ -113,14 +113,14 @@ class LogProbGap:
     move: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(stats: Mapping[str, float]) -> "LogProbGap":
+    def from_stats(stats: Mapping[str, float]) -> "LogProbGap":
         gap = LogProbGap()
         for key, value in stats.items():
             age, _, name = key.partition("/")
             gap.ages.setdefault(age, {})[name] = value
         return gap
 
-    def add(self, other: "LogProbGap") -> None:
+    def add_gap(self, other: "LogProbGap") -> None:
         for age, sums in other.ages.items():
             own = self.ages.setdefault(age, {})
             for name, value in sums.items():
@@ -130,10 +130,10 @@ class LogProbGap:
             self.move[name] = self.move.get(name, 0.0) + value
 
     @staticmethod
-    def merged(parts: Iterable["LogProbGap"]) -> "LogProbGap":
+    def merge_parts(parts: Iterable["LogProbGap"]) -> "LogProbGap":
         whole = LogProbGap()
         for part in parts:
-            whole.add(part)
+            whole.add_gap(part)
         return whole
 
     @property
@@ -147,7 +147,7 @@ class LogProbGap:
         """Mean absolute difference (nats) that the previous update made; None if unknown."""
         return self.move["total"] / self.move["tokens"] if self.move.get("tokens") else None
 
-    def complaint(self, limits: GapLimits, moves: Sequence[float | None]) -> str:
+    def find_complaint(self, limits: GapLimits, moves: Sequence[float | None]) -> str:
         """Return what to tell the user, about the newest tokens that show a fault; "": nothing is wrong.
 
         Args:
@@ -159,12 +159,12 @@ class LogProbGap:
                 since = []
             if age < 0 or None in since or self.ages[str(age)]["tokens"] < _TOKENS:
                 continue
-            found = self._complaint(age, limits, sum(move for move in since if move is not None))
+            found = self._describe_age(age, limits, sum(move for move in since if move is not None))
             if found:
                 return found
         return ""
 
-    def _complaint(self, age: int, limits: GapLimits, moved: float) -> str:
+    def _describe_age(self, age: int, limits: GapLimits, moved: float) -> str:
         sums = self.ages[str(age)]
         tokens = sums["tokens"]
         names = ("held", "held_signed", "held_squared") if "held" in sums else ("total", "signed", "squared")
@@ -180,17 +180,17 @@ class LogProbGap:
                 f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
                 f"{of}, where at most {limit:.2g} is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
-        limit = limits.signed(entropy) + _MOVES * moved
+        limit = limits.signed_limit(entropy) + _MOVES * moved
         if abs(signed) > limit + _slack(signed, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
                 f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where at most {limit:.2g} "
                 f"is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
-        return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise else ""
+        return self._describe_surprise(tokens, sums, entropy) if age == 0 and limits.surprise else ""
 
     @staticmethod
-    def _surprise(tokens: float, sums: Mapping[str, float], entropy: float) -> str:
+    def _describe_surprise(tokens: float, sums: Mapping[str, float], entropy: float) -> str:
         """Tokens that the policy drew are as likely as its entropy says; those of a sharper one are likelier."""
         surprise = sums["surprise"] / tokens
         slack = _slack(surprise, sums["surprise_squared"] / tokens, tokens)
@@ -202,7 +202,7 @@ class LogProbGap:
             f"distribution (temperature, top-p, top-k), though the log-probabilities agree"
         )
 
-    def metrics(self) -> dict[str, float | None]:
+    def to_metrics(self) -> dict[str, float | None]:
         """Return the metrics by public name. None: no token of the newest weights, or the previous update's move is
         unknown.
         """
@@ -233,7 +233,7 @@ class Comparison:
     log_probs_A: Tensor | None = None  # Set by the loss: float32 [A], from the trainer
 
     @staticmethod
-    def of(batch: PackedBatch, *, step: int, held: Mapping[int, Tensor] | None = None) -> "Comparison":
+    def from_batch(batch: PackedBatch, *, step: int, held: Mapping[int, Tensor] | None = None) -> "Comparison":
         """Return the comparison for a micro-batch before the first update of `step`.
 
         Args:
@@ -243,17 +243,17 @@ class Comparison:
         ages = {step - 1 - version: log_probs_A for version, log_probs_A in (held or {}).items()}
         return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values, ages)
 
-    def before(self, loss: LossFunction) -> LossFunction:
+    def wrap_loss(self, loss: LossFunction) -> LossFunction:
         """Return `loss` with the comparison made before it."""
 
         def compare_and_lose(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
-            self._compare(log_probs_A, entropy_A)
+            self._compare_tokens(log_probs_A, entropy_A)
             return loss(log_probs_A, entropy_A)
 
         return compare_and_lose
 
     @torch.no_grad()
-    def _compare(self, log_probs_A: Tensor, entropy_A: Tensor) -> None:
+    def _compare_tokens(self, log_probs_A: Tensor, entropy_A: Tensor) -> None:
         log_probs_A = self.log_probs_A = log_probs_A.detach().float()
         rollout_A, age_A = to_device([self.rollout_A, self.age_A], log_probs_A.device)
         gap_A = (log_probs_A - rollout_A).abs()
@@ -286,15 +286,15 @@ class GapWatch:
     """Judges the gap of each step. All ranks have the same gaps, so all judge alike."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._limits = GapLimits.of(config)
+        self._limits = GapLimits.from_config(config)
         self._ends_run = config.algorithm.engine_gap == "end"
         self._moves: deque[float | None] = deque(maxlen=max(1, config.schedule.staleness_bound))
         self._num_in_a_row = 0
 
-    def judge(self, gap: LogProbGap) -> str:
+    def judge_gap(self, gap: LogProbGap) -> str:
         """Return what is wrong with a step's gap; "": nothing."""
         self._moves.append(gap.mean_move)
-        complaint = "" if self._limits is None else gap.complaint(self._limits, self._moves)
+        complaint = "" if self._limits is None else gap.find_complaint(self._limits, self._moves)
         self._num_in_a_row = self._num_in_a_row + 1 if complaint else 0
         return complaint
 
@@ -326,10 +326,10 @@ class MoveProbe:
         first = range(min(enough, _PROBE_SAMPLES, len(batch)))
         self._kept = batch.select(first), log_probs_A[: int(drawn_N[: len(first)].sum())].clone()
 
-    def updated(self) -> None:
+    def note_update(self) -> None:
         self._updated = True
 
-    def move(self) -> dict[str, float]:
+    def measure_move(self) -> dict[str, float]:
         """Score the kept samples and forget them; collective. {} until the policy was updated."""
         kept, self._kept = self._kept, None
         if not self._updated:

@@ -40,7 +40,7 @@ class OutsideMetrics:
         self._store = store
         self._stamps: dict[str, str] = {}
 
-    def new(self) -> dict[str, float]:
+    def read_new(self) -> dict[str, float]:
         """Return `outside/PROCESS/METRIC` -> value for what was reported since the last call."""
         if not self._store.check([_ANY]):
             return {}

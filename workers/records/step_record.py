@@ -58,7 +58,7 @@ def check_reference(step: int, kl: float, most: float | None) -> None:
         )
 
 
-class Model(StrEnum):
+class TrainedModel(StrEnum):
     POLICY = "policy"
     CRITIC = "critic"
 
@@ -77,11 +77,11 @@ class UpdateLog:
     next_update: UpdateTotals = field(default_factory=UpdateTotals)  # This rank's sums for the next update
     made: list[Update] = field(default_factory=list)  # Updates so far
 
-    def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
+    def add_update(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
         self.made.append(Update(totals, totals.loss * scale, stats))
         self.next_update = UpdateTotals()
 
-    def metrics(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, float]:
         """Return the metrics of the updates; all 0 if there were none."""
         made = self.made
         # An update in which no response had a weight counts, but stays out of the means: its loss and gradient are 0
@@ -98,7 +98,7 @@ class UpdateLog:
 
 @dataclass
 class StepRecord:
-    """One step while it is trained. "Rank, then all": this rank's value until `merge`, that of all ranks after it."""
+    """One step in training. "Rank, then all": this rank's value until `merge_parts`, that of all ranks after it."""
 
     step: int
     # `started_at`, `first_batch_at`: monotonic seconds; the second is None before the first round
@@ -121,9 +121,11 @@ class StepRecord:
     save_wanted: bool = False  # The queue is full of trained rows that wait for a checkpoint; rank, then any
     critic_report: Mapping[str, float] = field(default_factory=dict)  # Metrics of a critic in a role of its own
     # Results of losses that are still on the device; see `fetch`
-    on_device: list[tuple[Model, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
+    on_device: list[tuple[TrainedModel, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(
+        default_factory=list
+    )
 
-    def arrived(self) -> None:
+    def note_arrival(self) -> None:
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
@@ -134,7 +136,7 @@ class StepRecord:
         self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
 
     def add_loss(
-        self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]
+        self, model: TrainedModel, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]
     ) -> None:
         """Count a trained micro-batch, in any pass, without waiting for the device. `gap`, of the comparison with the
         generating engine, may be empty."""
@@ -145,12 +147,12 @@ class StepRecord:
         waiting, self.on_device = self.on_device, []
         found = numbers([each for _, _, stats, gap in waiting for each in (stats, gap)])
         for (model, counts, _, _), sums, gap in zip(waiting, found[::2], found[1::2], strict=True):
-            self.log(model).next_update.add(counts, sums["loss"])
-            self.totals.add_loss(sums, "loss" if model is Model.POLICY else "critic")
-            self.gap.add(LogProbGap.of(gap))
+            self.log_of_model(model).next_update.add_micro_batch(counts, sums["loss"])
+            self.totals.add_loss(sums, "loss" if model is TrainedModel.POLICY else "critic")
+            self.gap.add_gap(LogProbGap.from_stats(gap))
 
-    def log(self, model: Model) -> UpdateLog:
-        return self.policy if model is Model.POLICY else self.critic
+    def log_of_model(self, model: TrainedModel) -> UpdateLog:
+        return self.policy if model is TrainedModel.POLICY else self.critic
 
     @property
     def num_scored(self) -> int:
@@ -167,8 +169,8 @@ class StepRecord:
     def num_updates(self) -> int:
         return max(len(self.policy.made), len(self.critic.made))
 
-    def part(self) -> dict[str, Any]:
-        """Return what the other ranks need of a published step; see `merge`."""
+    def make_part(self) -> dict[str, Any]:
+        """Return what the other ranks need of a published step; see `merge_parts`."""
         return {
             "ledger": self.ledger,
             "totals": vars(self.totals),
@@ -183,17 +185,17 @@ class StepRecord:
         responses = sum(update.totals.responses for update in self.policy.made)
         masked = responses - sum(update.totals.sequences for update in self.policy.made)
         critic = self.critic_metrics() if self.critic.made else self.critic_report
-        return {**self.policy.metrics(), "masked_fraction": masked / max(1, responses), **critic}
+        return {**self.policy.to_metrics(), "masked_fraction": masked / max(1, responses), **critic}
 
     def critic_metrics(self) -> dict[str, float]:
-        updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
+        updates = {f"critic_{name}": value for name, value in self.critic.to_metrics().items()}
         return {**updates, **self.totals.critic_metrics()}
 
-    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+    def merge_parts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         """Merge the parts of all ranks. All then hold the same record, so they continue or stop together."""
         self.ledger = [line for part in parts for line in part["ledger"]]
-        self.totals = StepTotals.merged(StepTotals(**part["totals"]) for part in parts)
-        self.gap = LogProbGap.merged(LogProbGap(**part["gap"]) for part in parts)
+        self.totals = StepTotals.merge_parts(StepTotals(**part["totals"]) for part in parts)
+        self.gap = LogProbGap.merge_parts(LogProbGap(**part["gap"]) for part in parts)
         self.sync_bytes = sum(part["sync_bytes"] for part in parts)
         self.stopped = any(part["stopped"] for part in parts)
         self.save_wanted = any(part["save_wanted"] for part in parts)
@@ -212,10 +214,10 @@ class LengthMean:
         """Return the mean over the steps in `metrics.jsonl`, which may be missing."""
         mean = LengthMean()
         for step in LineReader(metrics).read():
-            mean.add(step["response_tokens_mean"], step["samples"])
+            mean.add_step(step["response_tokens_mean"], step["samples"])
         return mean
 
-    def add(self, step_mean: float, samples: float) -> float:
+    def add_step(self, step_mean: float, samples: float) -> float:
         """Count a step's responses; returns the step's mean minus the mean so far, this step included (tokens)."""
         self.samples += samples
         self.tokens += step_mean * samples
@@ -254,7 +256,7 @@ class StepRecorder:
         }
         self._updates.write([line])
 
-    def refilled(self, refills: Sequence[Refill]) -> None:
+    def add_refills(self, refills: Sequence[Refill]) -> None:
         """Add groups that were replaced and not reported before; the next step's ledger lines name them."""
         self.num_refills += len(refills)
         self._unwritten_refills += refills
@@ -263,7 +265,7 @@ class StepRecorder:
         now = time.monotonic()
         step_time_s, self._last_at = now - self._last_at, now
         waited_s = (record.first_batch_at or now) - record.started_at
-        totals = record.totals.metrics()
+        totals = record.totals.to_metrics()
         tokens_per_s = totals["train_tokens"] / step_time_s
         metrics = {
             "step": record.step,
@@ -272,9 +274,9 @@ class StepRecorder:
             "step_time_s": round(step_time_s, 4),
             **totals,
             **record.training_metrics(),
-            **record.gap.metrics(),
+            **record.gap.to_metrics(),
             "staleness_bound": self._context.config.schedule.staleness_bound,
-            "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
+            "length_bias": self._lengths.add_step(totals["response_tokens_mean"], totals["samples"]),
             "train_tokens_per_s": round(tokens_per_s, 1),
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
             "sync_exposed_s": round(record.sync_exposed_s, 4),
@@ -283,8 +285,8 @@ class StepRecorder:
             "checkpoint_failures": record.checkpoint_failures,
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
-            "histograms": record.totals.histograms(),
-            **self._outside.new(),
+            "histograms": record.totals.to_histograms(),
+            **self._outside.read_new(),
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []
@@ -294,9 +296,9 @@ class StepRecorder:
         # The ledger first: a step in metrics.jsonl always has its ledger lines.
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        failed = self._failed_rewards.add(int(totals["reward_failures"]), int(totals["samples"]))
+        failed = self._failed_rewards.add_step(int(totals["reward_failures"]), int(totals["samples"]))
         complaints = {
-            "responses": record.totals.complaint(),
+            "responses": record.totals.find_complaint(),
             "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",
             "gap": record.gap_complaint,
             "kl": far_from_reference(record.totals.kl),
@@ -304,9 +306,9 @@ class StepRecorder:
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
         if new:  # warn of each kind of trouble once only
             self._complained |= new.keys()
-            self._context.warn(f"step {record.step}: {'; '.join(new.values())}")
+            self._context.warn_user(f"step {record.step}: {'; '.join(new.values())}")
 
-    def sync(self) -> None:
+    def sync_files(self) -> None:
         for file in (self._updates, self._ledger, self._metrics):
             file.sync()
 

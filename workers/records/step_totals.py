@@ -1,7 +1,7 @@
 """Sums of one training step, on one rank, then over all ranks; they become the step's line in `metrics.jsonl`. Pure.
 
 Every sample is added once, on arrival; the loss's sums over tokens are added with every micro-batch of every pass.
-`workers.records.step_record` writes what `metrics` returns.
+`workers.records.step_record` writes what `to_metrics` returns.
 
 Legend of shapes: N samples.
 """
@@ -36,7 +36,7 @@ class UpdateTotals:
     responses: int = 0
     loss: float = 0.0  # Before scaling
 
-    def add(self, counts: LossCounts, loss: float) -> None:
+    def add_micro_batch(self, counts: LossCounts, loss: float) -> None:
         self.tokens += counts.tokens
         self.sequences += counts.sequences
         self.responses += counts.responses
@@ -47,10 +47,10 @@ class UpdateTotals:
         return LossCounts(self.tokens, self.sequences, self.responses)
 
     @staticmethod
-    def merged(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":
+    def merge_parts(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":
         whole = UpdateTotals()
         for part in parts:
-            whole.add(part.counts, part.loss)
+            whole.add_micro_batch(part.counts, part.loss)
         return whole
 
 
@@ -61,7 +61,7 @@ class StepTotals:
     sums: dict[str, float] = field(default_factory=dict)  # By name
     staleness_max: int = -1  # Largest staleness of any sample; -1 without samples
 
-    def add(self, name: str, value: float) -> None:
+    def add_to_sum(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
@@ -72,24 +72,24 @@ class StepTotals:
         staleness_N = (step - 1 - oldest_N) * (lengths > 0)  # `StalenessRule.age`
         has_reward = batch["rewards"].values.isfinite()
         rewards = batch["rewards"].values[has_reward].double()
-        self.add("samples", len(batch))
-        self.add("scored", len(rewards))
-        self.add("reward", float(rewards.sum()))
-        self.add("reward_squared", float((rewards**2).sum()))
-        self.add("correct", float(batch["correct"].values[has_reward].sum()))
-        self.add("failed_rollouts", int((lengths == 0).sum()))
-        self.add("failed_rewards", int((~has_reward & (lengths > 0)).sum()))
-        self.add("truncated", float(batch["truncated"].values.sum()))
-        self.add("response_tokens", float(lengths.sum()))
-        self.add("response_tokens_squared", float((lengths**2).sum()))
-        self.add("tokens", float(batch["tokens"].lengths.sum()))
-        self.add("staleness", float(staleness_N.sum()))
-        self.add("late", len(batch) * (admitted_step < step))
-        self.add("early", len(batch) * (admitted_step > step))
+        self.add_to_sum("samples", len(batch))
+        self.add_to_sum("scored", len(rewards))
+        self.add_to_sum("reward", float(rewards.sum()))
+        self.add_to_sum("reward_squared", float((rewards**2).sum()))
+        self.add_to_sum("correct", float(batch["correct"].values[has_reward].sum()))
+        self.add_to_sum("failed_rollouts", int((lengths == 0).sum()))
+        self.add_to_sum("failed_rewards", int((~has_reward & (lengths > 0)).sum()))
+        self.add_to_sum("truncated", float(batch["truncated"].values.sum()))
+        self.add_to_sum("response_tokens", float(lengths.sum()))
+        self.add_to_sum("response_tokens_squared", float((lengths**2).sum()))
+        self.add_to_sum("tokens", float(batch["tokens"].lengths.sum()))
+        self.add_to_sum("staleness", float(staleness_N.sum()))
+        self.add_to_sum("late", len(batch) * (admitted_step < step))
+        self.add_to_sum("early", len(batch) * (admitted_step > step))
         self._add_responses(batch)
         for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
             for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
-                self.add(f"histogram/{name}/{value}", count)
+                self.add_to_sum(f"histogram/{name}/{value}", count)
         parts = batch[REWARD_PARTS].objects() if REWARD_PARTS in batch.columns else [{}] * len(batch)
         for each in parts:
             self._add_means({f"reward/{name}_mean": value for name, value in each.items()})
@@ -103,13 +103,13 @@ class StepTotals:
             return
         known = {name for name in self.sums if name.startswith(_DIFFERENT)}
         for tokens, is_cut in zip(responses_of(batch), batch["truncated"].values.tolist(), strict=True):
-            self.add("empty", float(len(tokens) < 2 and not is_cut))
+            self.add_to_sum("empty", float(len(tokens) < 2 and not is_cut))
             name = f"{_DIFFERENT}{xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().tobytes())}"
             if name in known or len(known) < 2:
                 known.add(name)
-                self.add(name, 1)
+                self.add_to_sum(name, 1)
 
-    def complaint(self) -> str:
+    def find_complaint(self) -> str:
         """Return what is wrong with all responses of the step; "": nothing."""
         sums = defaultdict(float, self.sums)
         samples = int(sums["samples"])
@@ -140,28 +140,28 @@ class StepTotals:
             if math.isfinite(reward):
                 found |= {"reward_mean": reward, "accuracy": float(is_correct)}
             self._add_means({f"source/{source}/{name}": value for name, value in found.items()})
-            self.add(f"source/{source}/samples", 1)
+            self.add_to_sum(f"source/{source}/samples", 1)
 
     def _add_means(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self.add(f"mean/{name}", value)
-            self.add(f"means/{name}", 1)
+            self.add_to_sum(f"mean/{name}", value)
+            self.add_to_sum(f"means/{name}", 1)
 
     def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
         """Add a loss's own sums over tokens, under `loss` for the policy or `critic`."""
         for name, value in stats.items():
-            self.add(f"{of}/{name}", value)
+            self.add_to_sum(f"{of}/{name}", value)
 
     @staticmethod
-    def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
+    def merge_parts(parts: Iterable["StepTotals"]) -> "StepTotals":
         whole = StepTotals()
         for part in parts:
             for name, value in part.sums.items():
-                whole.add(name, value)
+                whole.add_to_sum(name, value)
             whole.staleness_max = max(whole.staleness_max, part.staleness_max)
         return whole
 
-    def metrics(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, float]:
         """Return means and population deviations under their public names.
 
         Loss terms are means over the tokens whose loss counts, of all passes; rewards over the samples that have one;
@@ -190,7 +190,7 @@ class StepTotals:
             "staleness_max": self.staleness_max,
             "late_fraction": sums["late"] / samples,
             "early_fraction": sums["early"] / samples,
-            **self._means(),
+            **self._partial_means(),
             **{name: int(value) for name, value in self.sums.items() if name.startswith("source/")},
         }
 
@@ -199,7 +199,7 @@ class StepTotals:
         """KL divergence from the reference, a mean over the tokens whose loss counts (nats); 0 without a reference."""
         return self.sums.get("loss/kl", 0.0) / max(1.0, self.sums.get("loss/tokens", 0.0))
 
-    def histograms(self) -> dict[str, dict[str, int]]:
+    def to_histograms(self) -> dict[str, dict[str, int]]:
         """Return, by name, how many responses have each value, to two digits, so that the ranks' counts add up."""
         found: dict[str, dict[str, int]] = {"reward": {}, "response_tokens": {}, "staleness": {}}
         for path, count in self.sums.items():
@@ -208,7 +208,7 @@ class StepTotals:
                 found[name][f"{float(value):g}"] = int(count)
         return found
 
-    def _means(self) -> dict[str, float]:
+    def _partial_means(self) -> dict[str, float]:
         names = sorted(name.removeprefix("means/") for name in self.sums if name.startswith("means/"))
         return {name: self.sums[f"mean/{name}"] / self.sums[f"means/{name}"] for name in names}
 

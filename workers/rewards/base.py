@@ -69,7 +69,7 @@ class FailedShare:
         self._most = most
         self._steps: deque[tuple[int, int]] = deque()
 
-    def add(self, failed: int, number: int) -> str:
+    def add_step(self, failed: int, number: int) -> str:
         """Count a step; return how much failed lately, in words, if that is too much, else ""."""
         self._steps.append((failed, number))
         while sum(number for _, number in self._steps) - self._steps[0][1] >= _WINDOW:

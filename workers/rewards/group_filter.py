@@ -54,17 +54,17 @@ class GroupFilter:
             members.setdefault(group, []).append(reward)
         whole = {group: own for group, own in members.items() if len(own) == self._group_size}
         known = {group: [reward for reward in own if not math.isnan(reward)] for group, own in whole.items()}
-        return frozenset(group for group, own in known.items() if own and not self._keeps(own))
+        return frozenset(group for group, own in known.items() if own and not self._keeps_group(own))
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
 
-    def _keeps(self, rewards: Sequence[float]) -> bool:
+    def _keeps_group(self, rewards: Sequence[float]) -> bool:
         if self._pool is None:
             return len(rewards) == 1 or min(rewards) < max(rewards)
         on = f"rewards {rewards}"
-        kept = self._pool.call(list(rewards), on=on)
+        kept = self._pool.call_and_wait(list(rewards), on=on)
         if not isinstance(kept, bool):
             raise UserCodeFailed(f"{self._what} returned {kept!r} on {on}; return True to train the group, else False")
         return kept

@@ -30,7 +30,7 @@ def load_reward(config: RewardConfig) -> Reward:
     """Raises ConfigError if a user's function cannot be imported."""
     check_reward(config)
     if config.function in REWARDS.built_in and config.function not in ISOLATED:
-        function = load_function(REWARDS.locate(config.function), field=FIELD, arguments=None)
+        function = load_function(REWARDS.locate_class(config.function), field=FIELD, arguments=None)
 
         def score(one: Response) -> Score:
             scored: Score = function(one.prompt, one.response, one.ground_truth)

@@ -172,7 +172,7 @@ class _ByName:
         """Return a wrapper that is called with what was sent; async if the user's function is."""
 
         def call(*sent: Any) -> Any:
-            positional, keywords = self._bound(values(sent))
+            positional, keywords = self._bind_values(values(sent))
             return self._users(*positional, **keywords)
 
         async def call_async(*sent: Any) -> Any:
@@ -180,7 +180,7 @@ class _ByName:
 
         return call_async if is_async(self._users) else call
 
-    def _bound(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _bind_values(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         positional, keywords = [], {}
         for each in self._named:
             if each.name in values:
@@ -356,25 +356,25 @@ class RemoteReward:
                     batch.append(self._waiting.get_nowait())
             except queue.Empty:
                 pass
-            self._score(batch)
+            self._score_batch(batch)
 
-    def _score(self, batch: list[_Waiting]) -> None:
+    def _score_batch(self, batch: list[_Waiting]) -> None:
         try:
-            scores = self._scores([one.sample for one in batch])
+            scores = self._fetch_scores([one.sample for one in batch])
         except _BatchRefused as error:
             if len(batch) == 1:
                 batch[0].score.set_exception(error)
                 return
             for one in batch:
-                self._score([one])
+                self._score_batch([one])
         except Exception as error:  # noqa: BLE001  boundary of a thread: the caller that waits for a score raises it
             for one in batch:
                 one.score.set_exception(error)
         else:
             for one, value in zip(batch, scores, strict=True):
-                self._settle(one, value)
+                self._settle_score(one, value)
 
-    def _settle(self, one: _Waiting, value: Any) -> None:
+    def _settle_score(self, one: _Waiting, value: Any) -> None:
         try:
             one.score.set_result(self._as_score(value, one.sample["response"]))
         except UserCodeFailed as error:
@@ -389,13 +389,13 @@ class RemoteReward:
             value = {"score": value["reward"]} | {name: part for name, part in value.items() if name not in _NO_PARTS}
         return as_score(value, what=self._what, response=response)
 
-    def _scores(self, samples: list[dict[str, Any]]) -> list[Any]:
+    def _fetch_scores(self, samples: list[dict[str, Any]]) -> list[Any]:
         """Return a value per response, retrying as configured; raises `_BatchRefused`, or UserCodeFailed without a
         connection."""
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._config.retries + 1):
             try:
-                return self._post(samples)
+                return self._post_samples(samples)
             except urllib.error.HTTPError as error:
                 failure: UserCodeFailed = _BatchRefused(f"{self._what} answered {error.code} {error.reason}")
                 error.close()
@@ -408,7 +408,7 @@ class RemoteReward:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise failure
 
-    def _post(self, samples: list[dict[str, Any]]) -> list[Any]:
+    def _post_samples(self, samples: list[dict[str, Any]]) -> list[Any]:
         request = urllib.request.Request(
             self._config.function,
             data=json.dumps({"samples": samples}).encode(),

@@ -99,7 +99,7 @@ class Scorer:
             self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
         # Not an executor: at exit Python waits for an executor's threads, and a remote scorer may take long.
         for number in range(self._num_threads):
-            threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
+            threading.Thread(target=self._score_until_closed, name=f"score-{number}", daemon=True).start()
 
     def score(self, rollout: FinishedRollout, ground_truth: str, task: str = NO_FIELDS) -> "Future[ScoredResponse]":
         """Score a rollout, unless its function did. Without a reward of its own, it fails if the row has no ground
@@ -116,7 +116,7 @@ class Scorer:
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         # A rollout function may report `correct`.
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
-        prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
+        prompt, response = self._decoder.decode_prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredResponse] = Future()
         scored.set_result(ScoredResponse(prompt, response, ground_truth, reward, correct, parts, rollout.failure))
         return scored
@@ -161,16 +161,16 @@ class Scorer:
         if isinstance(self._function, PooledReward):
             self._function.close()
 
-    def _run(self) -> None:
+    def _score_until_closed(self) -> None:
         while (work := self._work.get()) is not None:
             if not work.scored.set_running_or_notify_cancel():
                 continue
             try:
-                text = self._decoder.response(work.response) if work.text is None else work.text
+                text = self._decoder.decode_response(work.response) if work.text is None else work.text
                 drawn = (len(work.response), work.truncated, array("i", work.response).tobytes())
-                one = Response(self._decoder.prompt(work.prompt), text, work.ground_truth, work.task, *drawn)
-                score = self._compared_with_nothing(work) or self._score(one)
-                score.add_done_callback(partial(self._settle, work, one))
+                one = Response(self._decoder.decode_prompt(work.prompt), text, work.ground_truth, work.task, *drawn)
+                score = self._compared_with_nothing(work) or self._score_text(one)
+                score.add_done_callback(partial(self._settle_work, work, one))
             except Exception as error:  # noqa: BLE001 - boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
@@ -188,7 +188,7 @@ class Scorer:
             )
         return score
 
-    def _score(self, one: Response) -> "Future[Score]":
+    def _score_text(self, one: Response) -> "Future[Score]":
         if isinstance(self._function, PooledReward):
             return self._function.score(one)
         score: Future[Score] = Future()
@@ -198,7 +198,7 @@ class Scorer:
             score.set_exception(error)
         return score
 
-    def _settle(self, work: _Work, one: Response, done: "Future[Score]") -> None:
+    def _settle_work(self, work: _Work, one: Response, done: "Future[Score]") -> None:
         try:
             score, failure = self._outcome(done)
             texts, parts = (one.prompt, one.response, one.ground_truth), {**score.parts, **work.parts}
@@ -211,7 +211,7 @@ class Scorer:
         try:
             score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
-            self._warnings.warn(f"{error}; the response has no weight")
+            self._warnings.log_warning(f"{error}; the response has no weight")
             self._failed(str(error))
             self._count_failure(error)
             return Score(math.nan, correct=False), str(error)
@@ -255,7 +255,7 @@ class GroupReward:
         self._pool = GroupPool(config)
         self._pool.until_ready()
 
-    def rewarded(
+    def reward_group(
         self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
     ) -> "Future[Sequence[ScoredResponse]]":
         """Have the function reward a group; `task` is the data row, JSON.
@@ -278,7 +278,7 @@ class GroupReward:
             try:
                 return _changed(scores, seen, done.result())
             except UserCodeFailed as error:  # costs one group, not the run
-                self._warnings.warn(f"{error}; its responses have no weight")
+                self._warnings.log_warning(f"{error}; its responses have no weight")
                 self._failed(str(error))
                 return _changed(scores, seen, str(error))
 

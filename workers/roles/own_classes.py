@@ -54,7 +54,7 @@ def resolve(config: RunConfig) -> RunConfig:
     )
     try:
         pool.until_ready()
-        found = pool.call(on="its settings")
+        found = pool.call_and_wait(on="its settings")
     except UserCodeFailed as error:
         raise ConfigError(str(error)) from error
     finally:
@@ -121,7 +121,9 @@ def _settings_of(
 
 def _logger_options(number: int, logger: LoggerConfig) -> dict[str, Any]:
     field = f"loggers.{number}"
-    kind = load_class(LOGGERS.locate(logger.name), field=f"{field}.name", methods=("log", "show", "rewind", "close"))
+    kind = load_class(
+        LOGGERS.locate_class(logger.name), field=f"{field}.name", methods=("log", "show", "rewind", "close")
+    )
     return own_options(kind, logger.options, name=logger.name, section=f"{field}.options", first=(None,))
 
 

@@ -81,7 +81,7 @@ class DatasetPrompts:
         self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        made = [(self._prompt(group.group), len(group.rows)) for group in groups]
+        made = [(self._find_prompt(group.group), len(group.rows)) for group in groups]
         self._report(_SERVING)
         prompts = [prompt for prompt, number in made for _ in range(number)]
         columns = {
@@ -93,9 +93,9 @@ class DatasetPrompts:
         }
         return {name: columns[name] for name in self._names}
 
-    def draw(self, groups: Sequence[int], version: int) -> None:
+    def draw_tasks(self, groups: Sequence[int], version: int) -> None:
         if self._sampler is not None:
-            self._sampler.draw(groups, version)
+            self._sampler.draw_tasks(groups, version)
             self._report(_SERVING)
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class DatasetPrompts:
         if self._sampler is not None:
             self._sampler.close()
 
-    def _prompt(self, group: int) -> Prompt:
+    def _find_prompt(self, group: int) -> Prompt:
         self._report("making tasks")
         if self._sampler is None:
-            return self._dataset.prompt(group)
-        return self._dataset.at(self._sampler.index_of(group))
+            return self._dataset.prompt_of_group(group)
+        return self._dataset.prompt_at(self._sampler.index_of(group))
 
 
 def run_storage(context: WorkerContext) -> None:
@@ -115,13 +115,13 @@ def run_storage(context: WorkerContext) -> None:
     serve_only()
     config = context.config.tq
     unit = StorageUnit(
-        context.credentials(),
+        context.job_credentials(),
         context.gang.name,
         config,
         controllers=config.controllers,
         lineage=context.job.lineage,
     )
-    context.report(_SERVING)
+    context.report_state(_SERVING)
     unit.threads.wait(context.exiting)
     unit.close()
 
@@ -138,23 +138,23 @@ def run_controller(context: WorkerContext) -> None:
     admission = prompts = fed = feed = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
-        Announcement.of(config, context.job).publish(context.credentials())
+        Announcement.from_run(config, context.job).publish(context.job_credentials())
         fed = _open_feed(context) if config.data.is_feed else None
         prompts = _open_prompts(context) if fed is None else DatasetPrompts(fed, prompt_columns(config))
         admission = prompt_admission(
-            context.credentials(),
+            context.job_credentials(),
             context.gang.name,
             prompts,
             _first_state(context),
             config=config.tq,
             saved=_saved_rows(context),
-            draw=prompts.draw,
+            draw=prompts.draw_tasks,
             feed=None if fed is None else fed.rows,
             feed_ended=functools.partial(_end_with_feed, context),
             last_failure=functools.partial(context.last_failure, ROLLOUT),
         )
     service = ControllerService(
-        context.credentials(),
+        context.job_credentials(),
         context.gang.name,
         tasks=task_specs(launched_tasks(context.config, context.job), config),
         config=config.tq,
@@ -165,8 +165,8 @@ def run_controller(context: WorkerContext) -> None:
         lineage=context.job.lineage,
     )
     if fed is not None:
-        feed = FeedService(context.credentials(), fed, threads=service.threads)
-    context.report(_SERVING)
+        feed = FeedService(context.job_credentials(), fed, threads=service.threads)
+    context.report_state(_SERVING)
     service.threads.wait(context.stopping)
     service.stop()  # passes the stop on to all clients that wait
     service.threads.wait(context.exiting)
@@ -186,9 +186,9 @@ def _open_prompts(context: WorkerContext) -> DatasetPrompts:
             context.run_dir,
             batch=config.schedule.rollout_batch_size,
             start_step=context.start_step,
-            progress=lambda: context.report("drawing tasks"),
+            progress=lambda: context.report_state("drawing tasks"),
         )
-    return DatasetPrompts(dataset, prompt_columns(config), sampler, context.report)
+    return DatasetPrompts(dataset, prompt_columns(config), sampler, context.report_state)
 
 
 def _open_feed(context: WorkerContext) -> FedPrompts:
@@ -205,7 +205,7 @@ def _open_feed(context: WorkerContext) -> FedPrompts:
 def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> None:
     context.end_at(last_step)
     if num_left:
-        context.warn(f"the feed ended: its last {num_left} rows fill no step, and are not trained")
+        context.warn_user(f"the feed ended: its last {num_left} rows fill no step, and are not trained")
 
 
 def check_data(context: WorkerContext) -> None:
@@ -239,7 +239,7 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
     try:
         before = RunConfig.load(checkpoint)
     except (OSError, ValueError, YAMLError) as error:
-        context.warn(f"{checkpoint}: its configuration cannot be read ({error}); its samples are generated again")
+        context.warn_user(f"{checkpoint}: its configuration cannot be read ({error}); its samples are generated again")
         return None
     rule = KeepRule(
         saved_step=context.start_step,
@@ -249,7 +249,7 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
         first=frozenset(prompt_columns(config)),
         usable=usable_columns(before, config, saved_step=context.start_step),
     )
-    return SavedRows(checkpoint / QUEUE, rule, warn=context.warn)
+    return SavedRows(checkpoint / QUEUE, rule, warn=context.warn_user)
 
 
 def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usable:
@@ -297,17 +297,17 @@ def run_weights(context: WorkerContext) -> None:
     serve_only()
     peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]
     config = context.config.weightsync
-    agent = WeightAgent(context.credentials(), context.gang.name, config, peers=peers)
+    agent = WeightAgent(context.job_credentials(), context.gang.name, config, peers=peers)
     exporter = None
     if config.export is not None and context.gang.index == 0:
         exporter = WeightExporter(
-            WeightFeed(context.credentials(), context.gang.name, "export"),
+            WeightFeed(context.job_credentials(), context.gang.name, "export"),
             config.export,
             context.run_dir,
             copy_rest=functools.partial(copy_without_weights, Path(context.config.model.path)),
             write_weights=write_weights,
         )
-    context.report(_SERVING)
+    context.report_state(_SERVING)
     agent.threads.wait(context.exiting)
     if exporter is not None:
         exporter.close(context.config.launcher.stop_timeout_s)

@@ -79,7 +79,7 @@ class Evaluator:
         tokenizer = context.load_tokenizer()
         self._dataset = _held_out(context, tokenizer)
         self._requests = [
-            self._request(index, self._dataset.prompt(index // self._size), _seed(config.seed, index))
+            self._make_request(index, self._dataset.prompt_of_group(index // self._size), _seed(config.seed, index))
             for index in range(len(self._dataset) * self._size)
         ]
         sampling = config.evaluate.sampling(config.rollout)
@@ -98,7 +98,7 @@ class Evaluator:
         self._arrived = threading.Event()
         self._receiver = open_receiver(
             context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
-            arrived=self._arrived.set, wanted=self._wants, best_effort=True,
+            arrived=self._arrived.set, wanted=self._wants_version, best_effort=True,
         )  # fmt: skip
 
     def load_next(self) -> Version | None:
@@ -166,17 +166,17 @@ class Evaluator:
             (not_made, len(made) + len(not_made), "rollouts failed", "rollout", config.rollout.max_failed_share),
             (unscored, len(made), "responses could not be scored", "reward", config.reward.max_failed_share),
         ):
-            if too_many := FailedShare(most).add(len(failures), number):
+            if too_many := FailedShare(most).add_step(len(failures), number):
                 raise UserCodeFailed(
                     f"{where}: {too_many} {failed} ({name}.max_failed_share {most:g}), so what is left is not a fair "
                     f"sample; the last one: {failures[-1]}; correct that and resume, or raise the setting"
                 )
 
-    def _request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
+    def _make_request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
         group, member = divmod(index, self._size)
         return RolloutRequest(index, index, seed, prompt.tokens, prompt.task, group, member)
 
-    def _wants(self, version: Version) -> bool:
+    def _wants_version(self, version: Version) -> bool:
         """Return whether a version is this instance's; called by the receiver's thread, version by version."""
         if version.lineage < self._context.job.lineage:
             return False
@@ -188,7 +188,7 @@ class Evaluator:
 
     def _wait_newer(self) -> bool:
         """Wait until a version is ready; False: the run stops, or all remaining ones were missed."""
-        self._context.report("waiting for weights")
+        self._context.report_state("waiting for weights")
         with self._context.timeline.span("wait for weights"):
             while not self._context.stopping.is_set():
                 passed = (
@@ -220,10 +220,10 @@ class Evaluator:
             if number:
                 self._rollouts.begin([waiting.popleft() for _ in range(number)])
             for rollout in self._rollouts.step(self._wake):
-                prompt = self._dataset.prompt(rollout.index // self._size)
+                prompt = self._dataset.prompt_of_group(rollout.index // self._size)
                 scored.append((rollout, self._scorer.score(rollout, prompt.ground_truth, prompt.task or NO_FIELDS)))
             done = f"{len(scored)}/{len(self._requests)} responses"
-            self._context.report("evaluating", done, step=version.step, version=version.step)
+            self._context.report_state("evaluating", done, step=version.step, version=version.step)
         self._rollouts.abort()
         return scored
 

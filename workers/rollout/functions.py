@@ -99,16 +99,18 @@ class LiveRollouts:
         self._coming[ticket] = began = time.monotonic()
         self._live[ticket] = _Live(self._num_begun, began)
 
-    def called(self, ticket: int) -> None:
+    def note_call(self, ticket: int) -> None:
         """The rollout wants a reply."""
         self._coming.pop(ticket, None)
 
-    def drawn(self, ticket: int, generation: Generation, *, since: float) -> None:
+    def note_drawn(self, ticket: int, generation: Generation, *, since: float) -> None:
         """The engine has drawn for the rollout since `since` (s, monotonic)."""
         self._totals["turns"] += 1
         if (live := self._live.get(ticket)) is not None:
             tokens = len(generation.response_R)
-            self._spans.record("turn", time.monotonic() - since, id=live.number, row=generation.index, tokens=tokens)
+            self._spans.record_span(
+                "turn", time.monotonic() - since, id=live.number, row=generation.index, tokens=tokens
+            )
 
     def end(self, request: RolloutRequest, message: Finished | Failed) -> None:
         self._coming.pop(request.ticket, None)
@@ -117,9 +119,9 @@ class LiveRollouts:
         told: dict[str, int | float | str] = {"failed": message.text} if isinstance(message, Failed) else {
             "turns": message.turns, "tool_s": round(message.tool_s, 3)
         }  # fmt: skip
-        self._spans.record("rollout", seconds, id=live.number, row=request.index, group=request.group, **told)
+        self._spans.record_span("rollout", seconds, id=live.number, row=request.index, group=request.group, **told)
 
-    def abandon(self) -> None:
+    def abandon_rollouts(self) -> None:
         self._live.clear()
         self._coming.clear()
 
@@ -215,9 +217,9 @@ class FunctionRollouts:
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
         """See `Rollouts`; raises UserCodeFailed once the function can no longer be called."""
         self.figures()  # account for the time so far before the numbers change
-        finished = self._heard()
+        finished = self._handle_messages()
         if not hold:
-            self._submit()
+            self._submit_calls()
         if finished:
             return finished  # without drawing first, which may take long: their places are free
         if self._engine.num_running:
@@ -225,7 +227,7 @@ class FunctionRollouts:
             generations = self._engine.step(wake)
             self._in_engine_s += time.process_time() - began_s
             for generation in generations:
-                self._drawn(generation)
+                self._send_drawn(generation)
         else:
             wake.wait(_IDLE_S)
         return []
@@ -234,7 +236,7 @@ class FunctionRollouts:
         self._engine.abort()
         self._running.clear()
         self._deaths.clear()
-        self._live.abandon()
+        self._live.abandon_rollouts()
         self._forget_calls()
         self._service.send(Abandon())
 
@@ -242,13 +244,13 @@ class FunctionRollouts:
         self._service.kill()
         shutil.rmtree(self._setup.scratch, ignore_errors=True)
 
-    def _heard(self) -> list[FinishedRollout]:
+    def _handle_messages(self) -> list[FinishedRollout]:
         """Handle the service's messages; return the rollouts that finished."""
         finished: list[FinishedRollout] = []
-        for message in self._service.heard():
+        for message in self._service.take_messages():
             match message:
                 case None:
-                    self._restart()
+                    self._restart_service()
                 case Refused(text=text):
                     raise UserCodeFailed(text)
                 case Warned(text=text):
@@ -257,9 +259,9 @@ class FunctionRollouts:
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
                         self._wanted.add(message.call)
-                        self._live.called(message.ticket)
+                        self._live.note_call(message.ticket)
                 case Undraw(call=call):
-                    self._undraw(call)
+                    self._cancel_call(call)
                 case Retried():
                     if (request := self._running.get(message.ticket)) is not None:
                         self._count_failure(request, message, "; it begins again")
@@ -269,10 +271,10 @@ class FunctionRollouts:
                         self._worked = True
                         del self._deaths[message.ticket], self._deaths[_IN_A_ROW]
                         self._live.end(request, message)
-                        finished.append(self._result(request, message))
+                        finished.append(self._make_finished(request, message))
         return finished
 
-    def _submit(self) -> None:
+    def _submit_calls(self) -> None:
         """Fill the engine with calls, those of the oldest rollouts first."""
         while self._waiting and self._engine.free_slots:
             _, _, draw = heapq.heappop(self._waiting)
@@ -288,7 +290,7 @@ class FunctionRollouts:
                 ticket=draw.call,
                 max_tokens=draw.max_tokens,
                 stop_ids=tuple(draw.stop_ids),
-                stop=self._tokenizer.strings(draw.stop),
+                stop=self._tokenizer.make_stop_strings(draw.stop),
             )
             began_s = time.process_time()
             try:
@@ -299,19 +301,19 @@ class FunctionRollouts:
                 self._drawing[draw.call] = draw.ticket, time.monotonic(), request.stop
             self._in_engine_s += time.process_time() - began_s
 
-    def _undraw(self, call: int) -> None:
+    def _cancel_call(self, call: int) -> None:
         self._wanted.discard(call)
         if call in self._drawing:
             del self._drawing[call]
             self._engine.cancel(call)
 
-    def _drawn(self, generation: Generation) -> None:
+    def _send_drawn(self, generation: Generation) -> None:
         # The call was withdrawn meanwhile.
         if generation.ticket not in self._drawing:
             return
         ticket, since, stop = self._drawing.pop(generation.ticket)
         generation, stopped = generation.until(stop)
-        self._live.drawn(ticket, generation, since=since)
+        self._live.note_drawn(ticket, generation, since=since)
         self._service.send(
             Drawn(
                 generation.ticket,
@@ -324,7 +326,7 @@ class FunctionRollouts:
             )
         )
 
-    def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
+    def _make_finished(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
             self._came_to_an_end()
             return _finished(request, message, beside_s=self._beside_engine_s())
@@ -345,7 +347,7 @@ class FunctionRollouts:
     def _count_failure(self, request: RolloutRequest, message: Retried | Failed, then: str = "") -> None:
         """Report a failed attempt; raises UserCodeFailed after too many without a finished rollout."""
         why = of_rollout(self._what, message.text)
-        self._warnings.warn(f"rollout of row {request.index} failed: {why}{then}")
+        self._warnings.log_warning(f"rollout of row {request.index} failed: {why}{then}")
         self._failed(why)
         # A process that is killed because it blocks takes seconds: counted one by one, thousands would take hours.
         self._failures += message.attempts
@@ -363,7 +365,7 @@ class FunctionRollouts:
         before, self._counted_s = self._counted_s, time.process_time() - self._in_engine_s
         return self._counted_s - before
 
-    def _restart(self) -> None:
+    def _restart_service(self) -> None:
         """Restart a dead service, and the running rollouts."""
         self._deaths.update([_IN_A_ROW, *self._running])
         ticket, number = max(self._deaths.items(), key=lambda each: each[1])
@@ -402,7 +404,9 @@ def open_rollouts(
     something to do. Raises ConfigError if the user's function is unusable."""
     config, own = context.config, context.config.rollout
     if not own.is_own:
-        return SingleTurn(engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).strings(own.stop))
+        return SingleTurn(
+            engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).make_stop_strings(own.stop)
+        )
     model_dir = Path(config.model.path)
     schedule = config.schedule
     setup = Setup(
@@ -431,7 +435,8 @@ def open_rollouts(
     admitted = schedule.step_rows * schedule.staleness.steps_in_flight
     return FunctionRollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
-        what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed, warn=context.warn,
+        what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed,
+        warn=context.warn_user,
     )  # fmt: skip
 
 

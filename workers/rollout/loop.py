@@ -62,7 +62,7 @@ class Feeder:
         self._closed = False
         self._closing = threading.Event()
         self._monitor = StallMonitor(producers_timeout_s=0.0)
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+        self._thread = threading.Thread(target=self._lease_until_closed, name="feeder", daemon=True)
         self._thread.start()
 
     @property
@@ -75,7 +75,7 @@ class Feeder:
         with self._changed:
             return self._needed if self._needed is not None and self._needed > self._version else None
 
-    def want(self, num_rows: int, *, version: Version) -> None:
+    def want_rows(self, num_rows: int, *, version: Version) -> None:
         """Lease up to `num_rows` rows for weights of `version`, once, counting those that were not taken yet. Re-raises
         the exception of a failed lease."""
         with self._changed:
@@ -84,7 +84,7 @@ class Feeder:
             self._num_rows, self._version = num_rows - sum(len(lease.batch) for lease in self._leases), version
             self._changed.notify_all()
 
-    def take(self) -> list[RolloutLease]:
+    def take_leases(self) -> list[RolloutLease]:
         """Return the leases since the previous call."""
         with self._changed:
             leases, self._leases = self._leases, []
@@ -97,11 +97,11 @@ class Feeder:
             self._closed = True
             self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _lease_until_closed(self) -> None:
         try:
             while self._may_ask():
-                self._ask()
-        except Exception as error:  # noqa: BLE001 - boundary of a thread: `want` raises it
+                self._lease_rows()
+        except Exception as error:  # noqa: BLE001 - boundary of a thread: `want_rows` raises it
             self._failure = error
             self._wake.set()
 
@@ -115,7 +115,7 @@ class Feeder:
                 self._changed.wait()
         return False
 
-    def _ask(self) -> None:
+    def _lease_rows(self) -> None:
         with self._changed:
             num_rows, version = self._num_rows, self._version
         answer = self._client.fetch(TASK, num_rows=num_rows, version=version.step, lineage=version.lineage)
@@ -208,7 +208,7 @@ class Rollout:
             elif self._feeder.stopped:
                 break
             else:
-                self._wait()
+                self._wait_for_work()
         self._rollouts.abort()
         self._busy.close()
 
@@ -232,7 +232,7 @@ class Rollout:
         if not self._weights.has_newer:
             return
         if self._weights.abandoned:
-            self._abandon()
+            self._abandon_rollouts()
         # The next rows belong to a later step, or need newer weights.
         boundary = any(lease.partition > self._step for lease, _ in self._waiting)
         may = partial(
@@ -248,35 +248,35 @@ class Rollout:
             retry.daemon = True
             retry.start()
 
-    def _abandon(self) -> None:
+    def _abandon_rollouts(self) -> None:
         """The trainer went back to a checkpoint: discard running, waiting and unsent responses, whose queue is gone."""
-        dropped = self._feeder.take()
+        dropped = self._feeder.take_leases()
         number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
         logger.warning("the trainer went back to a checkpoint: %d responses are abandoned", number)
         self._rollouts.abort()
         self._running.clear()
         self._waiting.clear()
-        self._outbox.abandon()
+        self._outbox.abandon_unsent()
         self._step = 0
         self._note_idle()
 
     def _loaded(self, version: Version) -> None:
         # The run was restored: what is running belongs to the discarded lineage.
         if self._running and version.lineage > self._lineage:
-            self._abandon()
+            self._abandon_rollouts()
         self._lineage = version.lineage
         self._engine.version = version.step
-        self._context.report("generating" if self._running else "idle", version=version.step)
+        self._context.report_state("generating" if self._running else "idle", version=version.step)
         if self._running:
             self._note_busy(self._step)
 
     def _take_leases(self) -> None:
-        for lease in self._feeder.take():
-            self._waiting.extend((lease, request) for request in self._requests(lease))
+        for lease in self._feeder.take_leases():
+            self._waiting.extend((lease, request) for request in self._make_requests(lease))
 
     def _fill(self) -> None:
         """Give waiting rows to the engine, and lease as many as there is room for."""
-        room = self._room()
+        room = self._free_places()
         number = min(room, len(self._waiting))
         if number:
             taken = [self._waiting.popleft() for _ in range(number)]
@@ -285,9 +285,9 @@ class Rollout:
             self._rollouts.begin([request for _, request in taken])
         version = self._weights.version
         assert version is not None, "no prompts are asked for before there are weights"
-        self._feeder.want(self._room() - len(self._waiting), version=version)
+        self._feeder.want_rows(self._free_places() - len(self._waiting), version=version)
 
-    def _room(self) -> int:
+    def _free_places(self) -> int:
         """Return how many responses may begin."""
         # Deterministic: responses that began together share all steps.
         if self._rollouts.num_running and (self._config.deterministic or self._draining):
@@ -295,21 +295,21 @@ class Rollout:
         return self._rollouts.free_slots
 
     def _generate(self) -> None:
-        self._context.progress()
+        self._context.report_progress()
         if figures := self._rollouts.figures():
-            self._context.report("generating", f"{len(self._running)} rollouts", rollouts=figures)
+            self._context.report_state("generating", f"{len(self._running)} rollouts", rollouts=figures)
         for rollout in self._rollouts.step(self._wake, hold=self._draining):
             _check_finite(rollout)
-            self._outbox.add(self._running.pop(rollout.ticket), rollout)
+            self._outbox.add_rollout(self._running.pop(rollout.ticket), rollout)
 
-    def _wait(self) -> None:
+    def _wait_for_work(self) -> None:
         """Nothing runs: wait for prompts, or for the weights that they need."""
         self._note_idle()
         needed = self._feeder.needed_version()
         if needed is not None:
             self._weights.wait_for(needed)
             return
-        self._context.report("waiting for prompts", rollouts=self._rollouts.figures())
+        self._context.report_state("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass
@@ -321,14 +321,14 @@ class Rollout:
             return
         self._note_idle()
         self._noted = step, self._weights.step
-        self._context.report("generating", f"{len(self._running)} responses", step=step)
+        self._context.report_state("generating", f"{len(self._running)} responses", step=step)
         self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._weights.step))
 
     def _note_idle(self) -> None:
         self._busy.close()
         self._noted = None
 
-    def _requests(self, lease: RolloutLease) -> Iterator[RolloutRequest]:
+    def _make_requests(self, lease: RolloutLease) -> Iterator[RolloutRequest]:
         rows = zip(lease.batch.indices, lease.prompts, lease.tasks, lease.lease.groups, strict=True)
         for index, prompt, task, group in rows:
             yield RolloutRequest(

@@ -93,7 +93,7 @@ class Outbox:
         self._filter = group_filter
         self._group_reward = group_reward
         self._by_group = group_filter is not None or group_reward is not None
-        # Responses of an epoch before the last `abandon` count as put, but are dropped.
+        # Responses of an epoch before the last `abandon_unsent` count as put, but are dropped.
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0
@@ -106,10 +106,10 @@ class Outbox:
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = threading.Thread(target=self._put_until_closed, name="outbox", daemon=True)
         self._thread.start()
 
-    def add(self, lease: RolloutLease, rollout: FinishedRollout) -> None:
+    def add_rollout(self, lease: RolloutLease, rollout: FinishedRollout) -> None:
         """Score and put a rollout in the background; raises the failure of an earlier response, see `close`."""
         self.check()
         self._num_added += 1
@@ -121,7 +121,7 @@ class Outbox:
         future = self._scorer.score(rollout, lease.ground_truths[place], lease.tasks[place])
         future.add_done_callback(lambda score: self._done.put(_Finished(lease, rollout, score, epoch)))
 
-    def abandon(self) -> None:
+    def abandon_unsent(self) -> None:
         """Drop responses that are not put yet: their leases are void."""
         self._epoch += 1
         self._done.put(None)
@@ -147,7 +147,7 @@ class Outbox:
         elif self._failure is not None:
             raise self._failure
 
-    def _run(self) -> None:
+    def _put_until_closed(self) -> None:
         try:
             # Dropped responses count as put, so that this ends.
             while not (self._closing.is_set() and self._num_put == self._num_added):
@@ -156,7 +156,7 @@ class Outbox:
                     return
                 self._drop_abandoned()
                 if isinstance(one, _Finished):
-                    self._gather(one)
+                    self._gather_finished(one)
                 elif one is not None:
                     self._put_rewarded(one)
         except Exception as error:  # noqa: BLE001 - boundary of a thread: `close` raises it
@@ -171,7 +171,7 @@ class Outbox:
             self._left.clear()
             self._groups_left.clear()
 
-    def _gather(self, one: "_Finished") -> None:
+    def _gather_finished(self, one: "_Finished") -> None:
         """Collect responses; put those of a lease, or group, once there are enough or all of the rest."""
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
@@ -192,21 +192,21 @@ class Outbox:
     def _reward_and_put(self, lease: RolloutLease, finished: "list[_Finished]", epoch: int) -> None:
         """Put responses, after rewarding them as a group if so configured."""
         if self._group_reward is None or any(one.rollout.leaves for one in finished):
-            self._put(lease, finished)
+            self._put_rows(lease, finished)
             self._num_put += len(finished)
             return
         finished = sorted(finished, key=lambda one: one.rollout.index)
         first = lease.position[finished[0].rollout.index]
         scores = [one.score.result() for one in finished if one.score is not None]
-        rewarded = self._group_reward.rewarded(lease.tasks[first], [one.rollout for one in finished], scores)
+        rewarded = self._group_reward.reward_group(lease.tasks[first], [one.rollout for one in finished], scores)
         rewarded.add_done_callback(lambda done: self._done.put(_Rewarded(lease, finished, done, epoch)))
 
     def _put_rewarded(self, group: "_Rewarded") -> None:
         if group.epoch >= self._dropped_epochs:
-            self._put(group.lease, group.finished, group.scores.result())
+            self._put_rows(group.lease, group.finished, group.scores.result())
         self._num_put += len(group.finished)
 
-    def _put(
+    def _put_rows(
         self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredResponse] = ()
     ) -> None:
         """Put rows; `rewarded` replaces their own scores, in which case none of them leaves."""
@@ -228,7 +228,7 @@ class Outbox:
             scores = rewarded or [one.score.result() for one in finished if one.score is not None]
             if scores and self._scorer is not None:
                 columns |= self._scorer.columns(scores)
-                self._show(lease, rollouts, scores)
+                self._write_samples(lease, rollouts, scores)
             if self._teaches_nothing(lease, rows, scores):
                 lease.lease.filter(rows)
             else:
@@ -241,7 +241,9 @@ class Outbox:
         groups = [lease.group_of(row) for row in rows]
         return bool(self._filter.refused(groups, [score.reward for score in scores]))
 
-    def _show(self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]) -> None:
+    def _write_samples(
+        self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
+    ) -> None:
         for rollout, score in zip(rollouts, scores, strict=True):
             self._samples.write(rollout, score, step=lease.partition, group=lease.group_of(rollout.index))
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
-from workers.agents.wire import FromService, NotStarted, Ping, Pong, Ready, Setup, ToService
+from workers.agents.wire import FromService, NotStarted, PingLoop, PongLoop, ServiceReady, Setup, ToService
 from workers.calls.child_process import START_TIMEOUT_S, ChildProcess, Refused, ended_how, frame, receive_frame
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class SessionService(ChildProcess[ToService, FromService]):
         self._watched = time.monotonic()
         self._silent_s = 0.0
         self.send(setup)
-        self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, name="sessions", daemon=True)
         self._thread.start()
         # The service starts its workers one after the other.
         timeout_s, first, how = START_TIMEOUT_S * (1 + setup.num_workers), None, ""
@@ -81,7 +81,7 @@ class SessionService(ChildProcess[ToService, FromService]):
         except queue.Empty:
             how = f"did not serve within {timeout_s:g} s"
         match first:
-            case Ready(port=port):
+            case ServiceReady(port=port):
                 self.port = port
             case Refused(text=text):
                 self.kill()
@@ -104,9 +104,9 @@ class SessionService(ChildProcess[ToService, FromService]):
         except OSError:
             self._wake.set()
 
-    def heard(self) -> Sequence[FromService | None]:
+    def take_messages(self) -> Sequence[FromService | None]:
         """Return the messages since the previous call; None: the service is gone. Kills a hung one."""
-        self._watch()
+        self._watch_silence()
         messages: list[FromService | None] = []
         while not self._heard.empty():
             messages.append(self._heard.get())
@@ -118,7 +118,7 @@ class SessionService(ChildProcess[ToService, FromService]):
         self._process.wait()
         self._socket.close()
 
-    def _watch(self) -> None:
+    def _watch_silence(self) -> None:
         """Count the seconds of silence."""
         now = time.monotonic()
         if now - self._watched < _PING_S:
@@ -129,19 +129,19 @@ class SessionService(ChildProcess[ToService, FromService]):
         if self._silent_s > STALL_S:
             self._give_up("sent nothing")
         else:
-            self.send(Ping())
+            self.send(PingLoop())
 
     def _give_up(self, how: str) -> None:
         self.hung = f"{how} for {STALL_S:g} s"
         logger.warning("the session service %s; it is killed", self.hung)
         self.kill_process()
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         try:
             while True:
                 message = self._decoder.decode(receive_frame(self._socket))
                 self._silent_s = 0.0
-                if not isinstance(message, Pong):
+                if not isinstance(message, PongLoop):
                     self._heard.put(message)
                     self._wake.set()
         except Exception as error:  # noqa: BLE001  boundary of a thread; half a message counts as a death, too

@@ -22,7 +22,7 @@ class MiniBatchAssigner:
         self._room = [size] * num_mini_batches
         self._chance = random.Random(seed)
 
-    def assign(self, num_rows: int) -> int:
+    def assign_round(self, num_rows: int) -> int:
         """Return the number of the mini-batch for the next round, which has `num_rows` rows over all ranks."""
         fitting = [room if room >= num_rows else 0 for room in self._room]
         if any(fitting):

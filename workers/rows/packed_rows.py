@@ -50,7 +50,7 @@ class Sequences:
         return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
 
     @staticmethod
-    def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
+    def from_turns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
         """Join prompt (int64 [P]) and response (int64 [R]) of each of N >= 1 samples of one turn."""
         parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
         length_NP = torch.tensor([len(part) for part in parts], dtype=torch.int32).reshape(-1, 2)

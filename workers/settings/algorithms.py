@@ -511,7 +511,7 @@ class OutsideConfig(KlLossConfig):
     """
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, AfterValidator(NAMES.resolve)] = "module:Class"
+    name: Annotated[str, AfterValidator(NAMES.resolve_name)] = "module:Class"
     """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
     dataflow: tuple[Task, ...] = ()
     """Its tasks; leave it out: its `Config` sets it (`tasks`)."""
@@ -536,7 +536,7 @@ class OutsideConfig(KlLossConfig):
 def _name_of(section: Any) -> Any:
     name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
     with contextlib.suppress(ValueError):  # an unknown name is reported by the discriminator
-        return "outside" if isinstance(name, str) and ":" in NAMES.resolve(name) else name
+        return "outside" if isinstance(name, str) and ":" in NAMES.resolve_name(name) else name
     return name
 
 

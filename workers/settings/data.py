@@ -99,7 +99,7 @@ class DataConfig(HubPart):
     directory."""
     mixture: tuple[MixtureSource, ...] = ()
     """Instead of `path`: several sources with weights."""
-    source: Annotated[str, AfterValidator(SOURCES.resolve)] | None = None
+    source: Annotated[str, AfterValidator(SOURCES.resolve_name)] | None = None
     """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, which returns a row like a line of the file;
     the same arguments must give the same row. Its `len()` is an epoch; without `len()` the tasks never end. `feed`:
     processes outside put the rows during the run (docs/outside.md)."""

@@ -78,7 +78,7 @@ class TrainingConfig(Settings):
 class ActorConfig(TrainingConfig):
     """Training of the policy."""
 
-    engine: Annotated[str, AfterValidator(TRAIN_ENGINES.resolve)] = "fsdp"
+    engine: Annotated[str, AfterValidator(TRAIN_ENGINES.resolve_name)] = "fsdp"
     """Training engine; `fsdp`: FSDP2 over all actor ranks; `megatron`: tensor, pipeline and data parallelism, see
     `actor.megatron`; `sim`: sleeps, see `sim`; a class of your own, `module:Class` (docs/engines.md)."""
     engine_options: Annotated[dict[str, Any], AfterValidator(TRAIN_ENGINES.options)] = Field({})
@@ -143,7 +143,7 @@ class CriticConfig(TrainingConfig):
 class RefConfig(Settings):
     """The frozen reference; all settings also hold for `actor_fwd`."""
 
-    engine: Annotated[str, AfterValidator(REF_ENGINES.resolve)] = "hf"
+    engine: Annotated[str, AfterValidator(REF_ENGINES.resolve_name)] = "hf"
     """`hf`: transformers, one copy per rank. `fsdp`: FSDP2, `shards` ranks share a copy and divide its rows;
     `megatron`: the ranks of `ref.megatron` share a copy. `sim`: sleeps, see `sim`. A class of your own, `module:Class`
     (docs/engines.md), has one copy per rank, and `actor_fwd` uses transformers beside it."""

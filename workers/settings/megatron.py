@@ -126,20 +126,20 @@ class DenseModel:
     tied: bool  # Input and output embedding share their weight
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> "DenseModel":
+    def from_config(config: Mapping[str, Any]) -> "DenseModel":
         """Read config.json. Raises ConfigError for another family, or a feature that has no mapping to Megatron."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise _cannot(f"model_type {family!r}", f"use one of {' '.join(FAMILIES)}")
         _refuse_variants(config)
         try:
-            return DenseModel._read(config, family)
+            return DenseModel._read_config(config, family)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"a config.json that lacks numbers ({type(error).__name__}: {error})"
             raise _cannot(what, "use the one that belongs to the weights") from error
 
     @staticmethod
-    def _read(config: Mapping[str, Any], family: str) -> "DenseModel":
+    def _read_config(config: Mapping[str, Any], family: str) -> "DenseModel":
         rope_base, rope_factor = _rope(config)
         num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
         return DenseModel(

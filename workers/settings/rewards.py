@@ -57,7 +57,7 @@ class RewardModelConfig(Settings):
 class RewardConfig(Settings):
     """How responses are scored."""
 
-    function: Annotated[str, AfterValidator(REWARDS.resolve)] = "exact"
+    function: Annotated[str, AfterValidator(REWARDS.resolve_name)] = "exact"
     """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, compared by the library of that name;
     `regex`: what `pattern` finds; any Python callable, also `async def`, as `module:function`; a remote scorer,
     `http://HOST:PORT/PATH` (docs/rewards.md)."""

@@ -45,7 +45,7 @@ def of_rollout(what: str, failed: str) -> str:
 class SamplingConfig(Settings):
     """What a generating engine needs to know."""
 
-    engine: Annotated[str, AfterValidator(ENGINES.resolve)] = "hf"
+    engine: Annotated[str, AfterValidator(ENGINES.resolve_name)] = "hf"
     """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: your own servers, see `openai`; `sim`:
     sleeps, see `sim`; a class of your own, `module:Class` (docs/engines.md)."""
     engine_options: Annotated[dict[str, Any], AfterValidator(ENGINES.options)] = Field({})
@@ -103,7 +103,7 @@ class RolloutConfig(SamplingConfig):
     by their text."""
     samples_per_step: int = Field(8, ge=0)
     """Prompts per step that are written to `samples/` with their responses."""
-    function: Annotated[str, AfterValidator(FUNCTIONS.resolve)] | None = None
+    function: Annotated[str, AfterValidator(FUNCTIONS.resolve_name)] | None = None
     """A rollout of your own, with any number of turns and samples: an `async def` as `module:function`, an environment
     as `module:Class`, or `tools`, which calls `rollout.tools` until a reply calls none; null: one response to each
     prompt (docs/agents.md)."""

@@ -64,7 +64,7 @@ class EvaluateConfig(HubPart):
 
     path: str | None = None
     """Held-out prompts, like `data.path`, with the fields and templates of `data`; the role needs this or `source`."""
-    source: Annotated[str, AfterValidator(HELD_OUT_SOURCES.resolve)] | None = None
+    source: Annotated[str, AfterValidator(HELD_OUT_SOURCES.resolve_name)] | None = None
     """Instead of `path`: `module:Class`, like `data.source`; training never sees its seeds."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for `source`."""
@@ -74,7 +74,7 @@ class EvaluateConfig(HubPart):
     """Use only the first `max_prompts` prompts; 0: all. A source without `len()` needs it."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
-    engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve)] = "hf"
+    engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve_name)] = "hf"
     """Generating engine; see `rollout.engine`."""
     engine_options: Annotated[dict[str, Any], AfterValidator(EVALUATE_ENGINES.options)] = Field({})
     """Like `rollout.engine_options`."""
@@ -178,7 +178,7 @@ class LauncherConfig(Settings):
 class LoggerConfig(Settings):
     """A place where people look at runs (docs/loggers.md). A name alone is enough: `loggers: [tensorboard]`."""
 
-    name: Annotated[str, AfterValidator(LOGGERS.resolve)]
+    name: Annotated[str, AfterValidator(LOGGERS.resolve_name)]
     """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of your own, `module:Class`."""
     options: dict[str, Any] = Field({})
     """Keyword arguments, e.g. `{mode: offline, project: sums}` for wandb; the `Config` of the logger's class checks

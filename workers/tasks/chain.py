@@ -62,16 +62,16 @@ class UserTask(ColumnTask):
         )
         self._pool.until_ready()
 
-    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return the output, float32 [N]. Raises UserCodeFailed if the function raised or returned no usable number;
         names task and function."""
-        rows = list(self._rows(batch))
+        rows = list(self._make_rows(batch))
         # NaN means that the reward failed, so the row has no weight: skip the function. Its loss weight is 0, any other
         # output NaN.
-        calls = [None if any(map(math.isnan, row.columns.values())) else self._called(row) for row in rows]
+        calls = [None if any(map(math.isnan, row.columns.values())) else self._call_function(row) for row in rows]
         missing = 0.0 if self._config.output == LOSS_WEIGHTS else math.nan
         values = [
-            missing if call is None else self._checked(call.result(), row)
+            missing if call is None else self._check_number(call.result(), row)
             for call, row in zip(calls, rows, strict=True)
         ]
         return {self._config.output: Column.of_scalars(torch.tensor(values, dtype=torch.float32))}
@@ -79,25 +79,25 @@ class UserTask(ColumnTask):
     def close(self) -> None:
         self._pool.close()
 
-    def _called(self, row: TaskRow) -> "Future[float]":
+    def _call_function(self, row: TaskRow) -> "Future[float]":
         return self._pool.submit(
             row.prompt, row.response, row.ground_truth, row.columns, on=f"response {excerpt(row.response)}"
         )
 
-    def _rows(self, batch: PackedBatch) -> Iterator[TaskRow]:
+    def _make_rows(self, batch: PackedBatch) -> Iterator[TaskRow]:
         inputs, decoder, blank = self._config.inputs, self._decoder, [""] * len(batch)
         prompts = responses = ground_truths = blank
         if "prompts" in inputs:
-            prompts = [decoder.prompt(tokens.tolist()) for tokens in batch["prompts"].rows()]
+            prompts = [decoder.decode_prompt(tokens.tolist()) for tokens in batch["prompts"].rows()]
         if "responses" in inputs:
-            responses = [decoder.response(tokens.tolist()) for tokens in responses_of(batch)]
+            responses = [decoder.decode_response(tokens.tolist()) for tokens in responses_of(batch)]
         if "ground_truth" in inputs:
             ground_truths = batch["ground_truth"].texts()
         numbers = {name: batch[name].values.double().tolist() for name in inputs if name not in TEXT_COLUMNS}
         for k, texts in enumerate(zip(prompts, responses, ground_truths, strict=True)):
             yield TaskRow(*texts, {name: values[k] for name, values in numbers.items()})
 
-    def _checked(self, number: float, row: TaskRow) -> float:
+    def _check_number(self, number: float, row: TaskRow) -> float:
         if not abs(number) <= _LARGEST or (self._config.output == LOSS_WEIGHTS and not 0 <= number <= 1):
             wanted = "between 0 and 1" if self._config.output == LOSS_WEIGHTS else "that float32 holds"
             raise UserCodeFailed(
@@ -148,7 +148,7 @@ class TaskChain:
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
                 with self._context.timeline.span(name, step=step, rows=len(batch)):
-                    columns = self._computed(task, batch, step, max(len(batch), round_rows))
+                    columns = self._compute_shared(task, batch, step, max(len(batch), round_rows))
                 batch = batch.with_columns(columns)
         return batch
 
@@ -161,10 +161,10 @@ class TaskChain:
         for task in self._tasks.values():
             task.close()
 
-    def _computed(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+    def _compute_shared(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
         if self._peers is None or task.collective:
             return self._on_rows(task, batch, step, round_rows)
-        return self._peers.share(self._on_rows(task, batch, step, round_rows) if self._peers.leads else None)
+        return self._peers.share_columns(self._on_rows(task, batch, step, round_rows) if self._peers.leads else None)
 
     def _on_rows(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
         if task.cut is None:
@@ -172,10 +172,10 @@ class TaskChain:
         samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in SAMPLE_COLUMNS if len(batch)}))
         cuts = micro_batches(samples, task.cut)
         most = max_over_ranks(len(cuts)) if task.collective else len(cuts)
-        parts = [task.compute(samples.select(cut), step) for cut in cuts]
+        parts = [task.compute_columns(samples.select(cut), step) for cut in cuts]
         # A collective task needs the same number of calls on every rank.
         for _ in range(most - len(cuts)):
-            task.compute(_EMPTY, step)
+            task.compute_columns(_EMPTY, step)
         order = [position for cut in cuts for position in cut]
         # Cuts reorder samples: this puts the results back into the rows' order.
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -190,7 +190,7 @@ def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -
         positions = range(start, min(start + task.num_rows, len(batch)))
         whole = len(positions) == len(batch)
         part = batch if whole else batch.select(positions) if positions else _EMPTY
-        columns = task.compute(part, step)
+        columns = task.compute_columns(part, step)
         if len(part):
             parts.append(columns)
     return {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}

@@ -30,7 +30,7 @@ from workers.settings.dataflow import TASKS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
-from workers.tasks.reference import Reference, reference_step
+from workers.tasks.reference import ReferencePolicy, reference_step
 
 # Number of whole groups whose advantages are computed at a time.
 _GROUPS = 8
@@ -53,7 +53,7 @@ class ColumnTask(ABC):
         return None
 
     @abstractmethod
-    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return the task's output columns for rows of `step`: N >= 1 unless `collective`, in whole groups if the task
         needs them."""
 
@@ -83,12 +83,12 @@ class Rewards(ColumnTask):
             tokenizer = context.load_tokenizer()
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
-    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct`. The function gets the drawn tokens as text, the model the row's last sample.
         If ranks share the model, only the first one returns columns. Raises UserCodeFailed if the reward model gave a
         response no finite number."""
         if self._scorer is None:
-            self._model.scores(sequences_of(batch))
+            self._model.score_samples(sequences_of(batch))
             return {}
         prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
         ground_truths = batch["ground_truth"].texts()
@@ -100,7 +100,7 @@ class Rewards(ColumnTask):
             return self._scorer.columns([future.result() for future in futures])
         last_N = batch["sample_lengths"].lengths.cumsum(0) - 1
         # The reward function runs meanwhile, in the scorer.
-        model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()
+        model_scores = self._model.score_samples(sequences_of(batch))[last_N].tolist()
         pairs = zip((future.result() for future in futures), model_scores, strict=True)
         return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
 
@@ -120,10 +120,10 @@ class ReferenceLogProbs(ColumnTask):
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._interval = config.algorithm.ref_update_interval
-        self._reference = Reference(context)
+        self._reference = ReferencePolicy(context)
         self._is_hosted = engine is not None
 
-    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `ref_log_probs`, float32 per drawn token."""
         held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
@@ -161,7 +161,7 @@ class HostedColumn(ColumnTask):
         self._name = name
         self._compute = compute
 
-    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         if not len(batch):
             self._compute(None)
             return {}
@@ -195,7 +195,7 @@ class FollowerLogProbs(ColumnTask):
     def version(self) -> int | None:
         return self._weights.step
 
-    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `old_log_probs`, float32 per drawn token."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
         return {"old_log_probs": drawn_column(self._model.log_probs(sequences_of(batch)), batch)}
@@ -224,7 +224,7 @@ class Advantages(ColumnTask):
         self._group_size = context.config.schedule.n_samples_per_prompt
         self.num_rows = self._group_size * _GROUPS
 
-    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return the algorithm's columns, at least `advantages`."""
         return self._algorithm.advantages(batch, group_size=self._group_size)
 

@@ -50,7 +50,7 @@ def saved_reference(context: WorkerContext, completed: int) -> Path | None:
     return _kept_as(context, step)
 
 
-class Reference:
+class ReferencePolicy:
     """Computes log-probabilities under the reference of each step. Steps may only increase.
 
     A role of its own gets only rows of the steps whose reference it holds (`TaskSpec.version_interval`), so with rows
@@ -88,7 +88,7 @@ class Reference:
                 needs,
                 adopts=self._model.adopts_weights,
                 purpose="reference",
-                wanted=self._wants,
+                wanted=self._wants_version,
                 whole=not self._shared,
             )
 
@@ -105,7 +105,7 @@ class Reference:
         """
         needed = reference_step(step, self._interval)
         if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
-            self._load(self._receiver, needed)
+            self._load_weights(self._receiver, needed)
         return self._model.log_probs(batch)
 
     def take_weights(self, step: int) -> None:
@@ -118,7 +118,7 @@ class Reference:
             if self._shared:
                 best = max_over_ranks(best)  # a rank may know of later ones
             if best == step:
-                self._load(receiver, step)
+                self._load_weights(receiver, step)
                 return
             step = best
 
@@ -132,7 +132,7 @@ class Reference:
             came = receiver.wait_for(
                 step, lineage=context.job.lineage, timeout_s=self._timeout_s, stop=context.stopping
             )
-            return self._all(came)
+            return self._true_on_all_ranks(came)
 
     def _newest_there(self, receiver: WeightReceiver, least: int) -> int:
         lineage, newest = self._context.job.lineage, receiver.newest
@@ -141,23 +141,25 @@ class Reference:
             steps.append(newest.step)
         return max(steps)
 
-    def _load(self, receiver: WeightReceiver, needed: int) -> None:
+    def _load_weights(self, receiver: WeightReceiver, needed: int) -> None:
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
             if receiver.newest is not None and receiver.newest.step == needed:
                 loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
                 receiver.drop()
             if loaded is None or loaded.step != needed:
-                self._read(needed)  # the trainer is ahead, so another process served this reference and wrote it
+                self._read_reference(
+                    needed
+                )  # the trainer is ahead, so another process served this reference and wrote it
         self._step = needed
         target = _kept_as(self._context, needed)
-        if (self._leads or self._shared) and self._all(not target.exists()):
-            self._write(target)
+        if (self._leads or self._shared) and self._true_on_all_ranks(not target.exists()):
+            self._write_reference(target)
 
-    def _all(self, value: bool) -> bool:
+    def _true_on_all_ranks(self, value: bool) -> bool:
         return all_ranks(value) if self._shared else value
 
-    def _read(self, needed: int) -> None:
+    def _read_reference(self, needed: int) -> None:
         """Load the weights that another reference process wrote; no other weights are the reference of these steps."""
         try:
             self._model.read_weights(_kept_as(self._context, needed))
@@ -166,7 +168,7 @@ class Reference:
                 f"the reference of step {needed} is gone: newer weights came before it was loaded ({error})"
             ) from error
 
-    def _wants(self, version: Version) -> bool:
+    def _wants_version(self, version: Version) -> bool:
         """Return whether a version is the first at or after a refresh; the receiver asks about versions in order."""
         if version.lineage < self._context.job.lineage:
             return False
@@ -174,7 +176,7 @@ class Reference:
         last = self._step if newest is None else max(self._step, newest.step)
         return version.step // self._interval > last // self._interval
 
-    def _write(self, target: Path) -> None:
+    def _write_reference(self, target: Path) -> None:
         beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             self._model.save_weights(beside)

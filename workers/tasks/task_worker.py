@@ -37,12 +37,12 @@ def run_task(context: WorkerContext) -> None:
     replica = open_replica(context, ReplicaPlace(0, 1, (ranks,), context.rank))
     chain = TaskChain((*task.fused, task.name), context)
     lead = _Lead(context, task, chain) if context.rank == 0 else None
-    rounds = None if lead is None else lead.rounds()
+    rounds = None if lead is None else lead.lease_rounds()
     items = rounds if replica is None else replica.relay(rounds)
     assert items is not None, "a rank that is alone leads"
     held_back = False
     while True:
-        context.report("waiting for weights" if held_back else "waiting for rows", version=chain.version)
+        context.report_state("waiting for weights" if held_back else "waiting for rows", version=chain.version)
         with context.timeline.span("wait for weights" if held_back else f"wait for rows of {task.name}"):
             item = next(items, None)
         if item is None:
@@ -50,11 +50,11 @@ def run_task(context: WorkerContext) -> None:
         held_back = is_held_back(item, held_back)
         if isinstance(item, NoRows):
             if item.reason is NoRowsReason.NEWER_VERSION:
-                context.report("waiting for weights")
+                context.report_state("waiting for weights")
                 chain.take_weights(item.newest_version)
             continue
         grant, batch = item
-        context.report(task.name, f"{len(batch)} rows", step=grant.partition)
+        context.report_state(task.name, f"{len(batch)} rows", step=grant.partition)
         batch = chain.add_columns(batch, step=grant.partition)
         if lead is not None:
             lead.put(batch)
@@ -84,7 +84,7 @@ class _Lead:
         self._client.declare_outputs(task.outputs)
         self._lease: Lease | None = None
 
-    def rounds(self) -> Iterator[Round | NoRows]:
+    def lease_rounds(self) -> Iterator[Round | NoRows]:
         context, task, chain = self._context, self._task, self._chain
         monitor = StallMonitor(producers_timeout_s=0.0)
         held_back = False
@@ -111,7 +111,7 @@ class _Lead:
         lease = self._lease
         assert lease is not None, "rounds() gave no rows"
         with self._context.timeline.span("put", step=lease.partition, rows=len(batch)):
-            batch = self._filtered(lease, batch)
+            batch = self._filter_groups(lease, batch)
             if len(batch):
                 lease.put({name: batch[name] for name in self._task.outputs})
 
@@ -120,7 +120,7 @@ class _Lead:
         if self._group_filter is not None:
             self._group_filter.close()
 
-    def _filtered(self, lease: Lease, batch: PackedBatch) -> PackedBatch:
+    def _filter_groups(self, lease: Lease, batch: PackedBatch) -> PackedBatch:
         if self._group_filter is None:
             return batch
         refused = self._group_filter.refused(lease.groups, batch["rewards"].values.tolist())

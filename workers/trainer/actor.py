@@ -29,7 +29,7 @@ from workers.data.model_files import model_fingerprint
 from workers.engines.base import ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine
 from workers.engines.weight_path import open_sender
-from workers.rank.actor_critic_channel import ActorCriticChannel, Kind, Message
+from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
 from workers.rank.context import REWARD, ROLLOUT, WorkerContext
 from workers.rank.peers import ReplicaPeers, ReplicaPlace, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
@@ -41,7 +41,7 @@ from workers.settings.dataflow import CRITIC_TRAIN
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of
 from workers.tasks.reference import saved_reference
-from workers.trainer.step_trainer import Trainer, critic_learner, open_loader, policy_learner
+from workers.trainer.step_trainer import StepTrainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
 logger = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class Actor:
         self._checkpointer = _open_checkpointer(context)
         if context.job.resume_from:
             source = Path(context.job.resume_from)
-            self._checkpointer.restore(self._engine, source, seed=config.seed, critic=self._critic)
+            self._checkpointer.restore_checkpoint(self._engine, source, seed=config.seed, critic=self._critic)
         if context.rank == 0:
-            context.warn("")  # clear the warning about a failed save that an earlier start of this gang left
+            context.warn_user("")  # clear the warning about a failed save that an earlier start of this gang left
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._gap_watch = GapWatch(config)
@@ -84,7 +84,7 @@ class Actor:
         self._channel = _open_channel(context) if context.rank == 0 and context.job.of_role("critic") else None
         # The saving thread needs a store client of its own.
         self._save_channel = None if self._channel is None else _open_channel(context)
-        place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
+        place = ReplicaPlace.of_rank(config.actor, context.rank, context.gang.num_ranks)
         peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
         self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
         self._sender = open_sender(context, self._engine.shards())
@@ -100,7 +100,7 @@ class Actor:
         )
         policy = policy_learner(config, self._engine)
         self._counts = place.leads
-        self._trainer = Trainer(
+        self._trainer = StepTrainer(
             context,
             (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
             self._loader,
@@ -115,7 +115,7 @@ class Actor:
         """Run every step. A stop abandons a step that still lacks rows; the last completed step is saved."""
         # Generators wait for this version instead of reading the model directory, so a fresh start and a resume take
         # the same path, and both sides hold equal weights.
-        self._publish(self._completed)
+        self._publish_weights(self._completed)
         while step := self._loader.next_partition():
             record = self._trainer.train(step)
             if record is None or record.stopped:
@@ -127,7 +127,7 @@ class Actor:
         if self._context.rank == 0 and self._completed >= self._context.last_step:
             self._context.mark_done()
             self._client.stop()
-        self._send(Message(Kind.END))
+        self._send_message(ActorMessage(Kind.END))
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -138,7 +138,7 @@ class Actor:
         if self._recorder is not None:
             self._recorder.close()
 
-    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+    def take_round(self, batch: PackedBatch, record: StepRecord) -> None:
         """Check the staleness of a round and count its rows, once per replica."""
         if not (self._counts and len(batch)):
             return
@@ -153,7 +153,7 @@ class Actor:
         )
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
-    def commit(self, record: StepRecord, stopped: bool) -> bool:
+    def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed, on
         all ranks and before any update, if too many rollouts failed or responses lack a reward; the last completed step
         is saved."""
@@ -165,7 +165,7 @@ class Actor:
                     self._save_last()
             raise error
         if self._context.job.of_role("critic"):
-            self._send(Message(Kind.COMMIT, record.step))
+            self._send_message(ActorMessage(Kind.COMMIT, record.step))
         return True
 
     def _too_many_failures(self, record: StepRecord) -> UserCodeFailed | None:
@@ -173,14 +173,14 @@ class Actor:
         rows, scored = sum_over_ranks(record.num_rows), sum_over_ranks(record.num_scored)
         rollouts, rewards = (sum_over_ranks(number) for number in record.num_failed)
         where, advice = f"step {record.step}", "correct that and resume"
-        if too_many := self._failed_rollouts.add(rollouts, rows):
+        if too_many := self._failed_rollouts.add_step(rollouts, rows):
             why = self._context.last_failure(ROLLOUT) or "see the logs of the rollouts"
             setting = f"rollout.max_failed_share {self._config.rollout.max_failed_share:g}"
             return UserCodeFailed(f"{where}: {too_many} rollouts failed ({setting}), the last one: {why}; {advice}")
         why = self._context.last_failure(REWARD) or "see the logs of the ranks that score"
         if not scored:
             return no_rewards(where, why if rewards else self._context.last_failure(ROLLOUT) or why)
-        if too_many := self._failed_rewards.add(rewards, rows - rollouts):
+        if too_many := self._failed_rewards.add_step(rewards, rows - rollouts):
             setting = f"reward.max_failed_share {self._config.reward.max_failed_share:g}"
             return UserCodeFailed(
                 f"{where}: {too_many} responses could not be scored ({setting}), so that what is left is not a fair "
@@ -201,11 +201,11 @@ class Actor:
     def publish(self, record: StepRecord) -> None:
         """Send the step's weights, unless a stop comes first."""
         self._completed = record.step
-        held_up_s = self._publish(record.step)
+        held_up_s = self._publish_weights(record.step)
         record.stopped = held_up_s is None
         record.sync_exposed_s += held_up_s or 0.0
 
-    def record(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Acknowledge the step's rows, merge and write all ranks' metrics, and end a run that exceeds its limits."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
@@ -213,20 +213,20 @@ class Actor:
         record.checkpoint_failures = self._checkpointer.num_failures
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
-        record.merge(gather(record.part()))
-        record.gap_complaint = self._gap_watch.judge(record.gap)
+        record.merge_parts(gather(record.make_part()))
+        record.gap_complaint = self._gap_watch.judge_gap(record.gap)
         if self._channel is not None:
-            self._context.report("waiting for the critic", step=record.step)
+            self._context.report_state("waiting for the critic", step=record.step)
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
         check_reference(record.step, record.totals.kl, self._config.algorithm.max_kl)
         self._gap_watch.check(record.step, record.gap_complaint)
 
-    def _publish(self, step: int) -> float | None:
+    def _publish_weights(self, step: int) -> float | None:
         """Send the weights of `step` and announce them; returns seconds held up, or None if a stop came first."""
         version = Version(self._context.job.lineage, step)
-        self._context.report("publishing weights", step=step, version=step)
+        self._context.report_state("publishing weights", step=step, version=step)
         try:
             with self._context.timeline.span("publish weights", step=step):
                 held_up_s = self._sender.publish(
@@ -243,14 +243,14 @@ class Actor:
             raise
         if self._recorder is not None:
             known = self._recorder.num_refills
-            self._recorder.refilled(self._client.publish_version(step, refills_known=known))
+            self._recorder.add_refills(self._client.publish_version(step, refills_known=known))
         return held_up_s
 
     def _begin_save(self) -> None:
         step = self._completed
-        self._context.report("saving", f"step {step}")
-        contents = _NOTHING if self._recorder is None else self._contents(step, self._recorder)
-        self._send(Message(Kind.SAVE, step))
+        self._context.report_state("saving", f"step {step}")
+        contents = _NOTHING if self._recorder is None else self._checkpoint_contents(step, self._recorder)
+        self._send_message(ActorMessage(Kind.SAVE, step))
         self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
 
     def _save_last(self) -> None:
@@ -264,7 +264,7 @@ class Actor:
             error = self._checkpointer.failure
             raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; correct that and resume")
 
-    def _contents(self, step: int, recorder: StepRecorder) -> Contents:
+    def _checkpoint_contents(self, step: int, recorder: StepRecorder) -> Contents:
         config, client = self._config, self._client
         trained = step - config.schedule.lateness  # rows of later steps may still be untrained
 
@@ -276,7 +276,7 @@ class Actor:
                 client.release_checkpointed(trained)
 
         return Contents(
-            make_durable=recorder.sync,
+            make_durable=recorder.sync_files,
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
             # Reused samples would change which responses share a batch.
             snapshot=None if config.deterministic else snapshot,
@@ -285,7 +285,7 @@ class Actor:
             saved=saved,
         )
 
-    def _send(self, message: Message) -> None:
+    def _send_message(self, message: ActorMessage) -> None:
         if self._channel is not None:
             self._channel.send(message)
 
@@ -310,8 +310,8 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         device=context.device,
         restored_from=Path(resume_from) if resume_from else None,
         timeline=context.timeline,
-        waits=lambda: context.report("saving"),
-        warn=context.warn if context.rank == 0 else lambda _: None,
+        waits=lambda: context.report_state("saving"),
+        warn=context.warn_user if context.rank == 0 else lambda _: None,
     )
 
 
@@ -352,13 +352,13 @@ class Critic:
             timeout_s=config.checkpoint.timeout_s,
         )
         if context.job.resume_from:
-            self._saver.restore(Path(context.job.resume_from))
+            self._saver.restore_checkpoint(Path(context.job.resume_from))
         self._columns = TaskChain(task.fused, context, critic=engine)
         self._client = context.queue_client()
         self._loader = open_loader(
             context, self._client, task, config.critic, rank=context.rank, num_ranks=context.gang.num_ranks
         )
-        self._trainer = Trainer(
+        self._trainer = StepTrainer(
             context,
             (critic_learner(config, engine),),
             self._loader,
@@ -370,13 +370,13 @@ class Critic:
 
     def train(self) -> None:
         """Train every step that the actor finishes, and save whenever the actor saves."""
-        self._context.report("waiting for rows", version=self._context.start_step)
+        self._context.report_state("waiting for rows", version=self._context.start_step)
         while step := self._loader.next_partition():
             if self._trainer.train(step) is None:
                 break
         # The actor may still save after its last step.
         while not self._over:
-            self._receive()
+            self._receive_message()
         self._saver.wait()
 
     def close(self) -> None:
@@ -385,15 +385,15 @@ class Critic:
         self._columns.close()
         self._client.close()
 
-    def take(self, batch: PackedBatch, _: StepRecord) -> None:
+    def take_round(self, batch: PackedBatch, _: StepRecord) -> None:
         """Put the columns that other roles read."""
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
-    def commit(self, record: StepRecord, stopped: bool) -> bool:
+    def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         """Wait until the actor commits to this step or ends the run. A save that comes first is of the step before."""
         stopped = sum_over_ranks(int(stopped)) > 0
         while not self._over:
-            if (committed := self._receive()) is not None:
+            if (committed := self._receive_message()) is not None:
                 at = record.step
                 assert committed == at and not stopped, f"the actor is at step {committed}, the critic at {at}"
                 return True
@@ -408,16 +408,16 @@ class Critic:
     def publish(self, record: StepRecord) -> None:
         """Do nothing: no role receives the critic's weights."""
 
-    def record(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Report the step's metrics to the actor, which writes them."""
-        self._context.report("reporting", step=record.step, version=record.step)
-        record.merge(gather(record.part()))
+        self._context.report_state("reporting", step=record.step, version=record.step)
+        record.merge_parts(gather(record.make_part()))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
 
-    def _receive(self) -> int | None:
+    def _receive_message(self) -> int | None:
         """Act on the actor's next message; returns the step that the actor committed to, if that was the message."""
-        self._context.report("waiting for the actor")
+        self._context.report_state("waiting for the actor")
         with self._context.timeline.span("wait for the actor"):
             message = self._channel.recv()
         match message.kind:
@@ -462,7 +462,7 @@ class CriticSaver:
         self._thread: threading.Thread | None = None
         self._step = 0
 
-    def restore(self, source: Path) -> None:
+    def restore_checkpoint(self, source: Path) -> None:
         """Load the critic's part of a checkpoint, whether a critic or the actor saved it. Raises CheckpointError if it
         cannot be read."""
         load_shards(self._engine, source / CRITIC, group=self._group)
@@ -473,7 +473,7 @@ class CriticSaver:
         self.wait()
         state = self._copy.begin(self._engine.state_dict())
         self._step = step
-        self._thread = threading.Thread(target=self._write, args=(step, state), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._save_or_log, args=(step, state), name="checkpoint", daemon=True)
         self._thread.start()
 
     def before_update(self) -> float:
@@ -497,17 +497,17 @@ class CriticSaver:
     def close(self) -> None:
         self._copy.close()
 
-    def _write(self, step: int, state: dict[str, Any]) -> None:
+    def _save_or_log(self, step: int, state: dict[str, Any]) -> None:
         try:
-            self._save(step, state)
+            self._save_part(step, state)
         except Exception:  # thread boundary: a rank or the actor is gone, which others detect
             logger.exception("the critic's part of step %d is not saved", step)
 
-    def _save(self, step: int, state: dict[str, Any]) -> None:
+    def _save_part(self, step: int, state: dict[str, Any]) -> None:
         files: dict[str, tuple[int, str]] = {}
         error = ""
         try:
-            files = self._shards(step, state)
+            files = self._write_shards(step, state)
         except (Exception, dcp.CheckpointException) as failure:  # dcp.CheckpointException is a BaseException
             expected = isinstance(failure, (AsyncFlowError, OSError))
             logger.warning(
@@ -519,7 +519,7 @@ class CriticSaver:
             merged = {name: tuple(entry) for found, _ in parts for name, entry in found.items()}
             self._channel.send_files(step, merged, next((why for _, why in parts if why), ""))
 
-    def _shards(self, step: int, state: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    def _write_shards(self, step: int, state: dict[str, Any]) -> dict[str, tuple[int, str]]:
         self._copy.wait()
         if not self._channel.recv_begun(step, timeout_s=self._timeout_s):
             return {}

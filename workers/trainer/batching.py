@@ -31,7 +31,7 @@ from workers.settings.engines import ActorConfig
 
 
 @dataclass(frozen=True)
-class Round:
+class RankRound:
     """One rank's part of a round, with all columns."""
 
     batch: PackedBatch  # The samples of this rank's rows; empty if the rank got no rows
@@ -52,35 +52,37 @@ class StepRounds:
         self._keeps = config.num_updates > 1 or not streams
         self._size = step_rows // config.num_mini_batches
         self._seed = seed
-        self._kept: list[Round] = []
-        self._arriving = self._assigner(0)
+        self._kept: list[RankRound] = []
+        self._arriving = self._make_assigner(0)
 
-    def add(self, arrived: Round) -> bool:
+    def add_round(self, arrived: RankRound) -> bool:
         """Add a round; returns whether to train it on arrival because it belongs to the first mini-batch."""
         if self._keeps:
             self._kept.append(arrived)
-        return self._arriving.assign(arrived.total_rows) == 0 and self._streams
+        return self._arriving.assign_round(arrived.total_rows) == 0 and self._streams
 
-    def mini_batches(self, normalize: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Iterator[Sequence[Round]]:
+    def mini_batches(
+        self, normalize: Callable[[list[PackedBatch]], list[PackedBatch]]
+    ) -> Iterator[Sequence[RankRound]]:
         """Yield the rounds that each update still has to train, after the last round has arrived. Without streaming,
         `normalize` maps the batches of all rounds to normalized ones."""
         if not self._streams:
             batches = normalize([one.batch for one in self._kept])
             self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]
         for pass_number in range(self._num_passes if self._keeps else 1):
-            first, *others = self._assigned(pass_number)
+            first, *others = self._assign_rounds(pass_number)
             # The first mini-batch of the first pass was trained as its rounds arrived.
             yield () if pass_number == 0 and self._streams else first
             yield from others
 
-    def _assigned(self, pass_number: int) -> list[list[Round]]:
-        assigner = self._assigner(pass_number)
-        assigned: list[list[Round]] = [[] for _ in range(self._num_mini_batches)]
+    def _assign_rounds(self, pass_number: int) -> list[list[RankRound]]:
+        assigner = self._make_assigner(pass_number)
+        assigned: list[list[RankRound]] = [[] for _ in range(self._num_mini_batches)]
         for one in self._kept:
-            assigned[assigner.assign(one.total_rows)].append(one)
+            assigned[assigner.assign_round(one.total_rows)].append(one)
         return assigned
 
-    def _assigner(self, pass_number: int) -> MiniBatchAssigner:
+    def _make_assigner(self, pass_number: int) -> MiniBatchAssigner:
         return MiniBatchAssigner(
             num_mini_batches=self._num_mini_batches, size=self._size, seed=f"{self._seed}/{pass_number}"
         )

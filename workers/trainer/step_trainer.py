@@ -29,24 +29,24 @@ from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather, max_over_ranks, sum_over_ranks
 from workers.records.log_prob_gap import Comparison, MoveProbe
-from workers.records.step_record import Model, StepRecord
+from workers.records.step_record import StepRecord, TrainedModel
 from workers.records.step_totals import UpdateTotals
 from workers.rows.packed_rows import micro_batches, samples_of, sequences_of
 from workers.settings.dataflow import PlacedTask
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.batching import Round, StepRounds
+from workers.trainer.batching import RankRound, StepRounds
 from workers.trainer.tri_model import LossOfMicroStep, MicroStep, TriModel
 
 
 class TrainingRole(Protocol):
     """What the actor and a critic in a role of its own do differently; all ranks of a gang make the same calls."""
 
-    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+    def take_round(self, batch: PackedBatch, record: StepRecord) -> None:
         """Take a round with its columns, once. It holds rows of whole groups and may be empty."""
 
-    def commit(self, record: StepRecord, stopped: bool) -> bool:
+    def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         """Decide, identically on all ranks, whether to finish a step whose rows were all requested. `stopped`: a stop
         came before all of them arrived."""
 
@@ -59,11 +59,11 @@ class TrainingRole(Protocol):
     def publish(self, record: StepRecord) -> None:
         """Send the weights to their receivers, after all updates of the step."""
 
-    def record(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Acknowledge the step's rows and record its results."""
 
 
-class Trainer:
+class StepTrainer:
     """One rank's part of every step; `train` is collective over the gang.
 
     Args:
@@ -96,34 +96,34 @@ class Trainer:
         self._counts = counts
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._move_probe = self._open_move_probe()
-        self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
+        self._whole_step = self._algorithm.whole_step and any(one.model is TrainedModel.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
         """Train the loader's current step; None if a stop came before all its rows arrived. Raises TrainingDiverged if
         a loss or a gradient is not finite; on all ranks, with the weights of before the update."""
         record, rounds = StepRecord(step), self._step_rounds(step)
         if self._move_probe is not None:
-            move = self._move_probe.move()
+            move = self._move_probe.measure_move()
             record.gap.move = move if self._counts else {}
-        for batch in self._arriving(record):
+        for batch in self._arriving_batches(record):
             arrived = self._with_columns(batch, record)
-            if rounds.add(arrived):
-                self._accumulate(arrived, record)
-        if not self._role.commit(record, self._loader.stopped):
+            if rounds.add_round(arrived):
+                self._accumulate_round(arrived, record)
+        if not self._role.commit_step(record, self._loader.stopped):
             self._forget_gradients()  # of rounds trained on arrival: nothing else has changed yet
             return None
-        for mini_batch in rounds.mini_batches(self._normalized):
-            self._report(record)
+        for mini_batch in rounds.mini_batches(self._normalize_advantages):
+            self._report_progress(record)
             for kept in mini_batch:
-                self._accumulate(kept, record)
-            self._update(record)
+                self._accumulate_round(kept, record)
+            self._update_models(record)
         self._role.publish(record)
-        self._role.record(record)
+        self._role.record_step(record)
         return record
 
     def _open_move_probe(self) -> MoveProbe | None:
         schedule, engine = self._config.schedule, self._config.actor.engine
-        policies = [one.engine for one in self._learners if one.model is Model.POLICY]
+        policies = [one.engine for one in self._learners if one.model is TrainedModel.POLICY]
         # Without staleness all tokens have age 0, which needs no measured move.
         if not policies or not schedule.staleness_bound or engine == "sim":
             return None
@@ -137,27 +137,27 @@ class Trainer:
             streams=not self._whole_step,
         )
 
-    def _arriving(self, record: StepRecord) -> Iterator[PackedBatch]:
+    def _arriving_batches(self, record: StepRecord) -> Iterator[PackedBatch]:
         rounds = iter(self._loader)
         while True:
-            self._context.report("waiting for rows", step=record.step)
+            self._context.report_state("waiting for rows", step=record.step)
             with self._context.timeline.span("wait for rows", step=record.step):
                 batch = next(rounds, None)
             if batch is None:
                 return
-            record.arrived()
-            self._report(record, num_arrived=len(batch))
+            record.note_arrival()
+            self._report_progress(record, num_arrived=len(batch))
             yield batch
 
-    def _with_columns(self, batch: PackedBatch, record: StepRecord) -> Round:
+    def _with_columns(self, batch: PackedBatch, record: StepRecord) -> RankRound:
         round_rows = self._loader.round_rows
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
-        self._role.take(batch, record)
+        self._role.take_round(batch, record)
         # Only the assignment to several mini-batches needs the total over all ranks.
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts) if several else len(batch)
         samples = samples_of(batch)
-        return Round(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
+        return RankRound(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
 
     def _drawn_by(self, batch: PackedBatch) -> Sequence[int]:
         if self._tri_model is None:
@@ -177,7 +177,7 @@ class Trainer:
         # Passes are collective, so ranks with fewer micro-batches add empty ones.
         return [*cuts, *([range(0)] * (most - len(cuts)))]
 
-    def _normalized(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+    def _normalize_advantages(self, batches: list[PackedBatch]) -> list[PackedBatch]:
         """Normalize the advantages of this rank's rounds with the moments of all ranks; collective."""
         algorithm = self._algorithm
         own = Moments.merged(algorithm.moments(batch) for batch in batches if len(batch) and self._counts)
@@ -185,18 +185,18 @@ class Trainer:
         moments = Moments.merged(Moments(**part) for part in parts)
         return [algorithm.normalized(batch, moments) if len(batch) else batch for batch in batches]
 
-    def _accumulate(self, one: Round, record: StepRecord) -> None:
+    def _accumulate_round(self, one: RankRound, record: StepRecord) -> None:
         for positions in one.micro_batches:
-            self._context.progress()
+            self._context.report_progress()
             with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
                 whole = len(positions) == len(one.batch)
                 batch = one.batch if whole else one.batch.select(positions)
                 self._train_micro_batch(batch if len(positions) else None, one, record)
 
-    def _train_micro_batch(self, batch: PackedBatch | None, one: Round, record: StepRecord) -> None:
-        for learner in self._learning(record):
+    def _train_micro_batch(self, batch: PackedBatch | None, one: RankRound, record: StepRecord) -> None:
+        for learner in self._active_learners(record):
             scored, comparison = None, None
-            if learner.model is Model.POLICY:
+            if learner.model is TrainedModel.POLICY:
                 updated = bool(record.policy.made)
                 if self._tri_model is not None:
                     scored = self._tri_model.micro_step(
@@ -205,7 +205,7 @@ class Trainer:
                 # After an update the policy is not the version that the tokens' ages are counted from.
                 if batch is not None and not updated:
                     held = None if scored is None else scored.drew
-                    comparison = Comparison.of(batch, step=record.step, held=held)
+                    comparison = Comparison.from_batch(batch, step=record.step, held=held)
             stats = learner.train(batch, self._context.device, scored, comparison)
             if self._move_probe is not None and batch is not None and comparison is not None:
                 assert comparison.log_probs_A is not None, "the loss was called"
@@ -214,31 +214,31 @@ class Trainer:
                 gap = {} if comparison is None else comparison.stats
                 record.add_loss(learner.model, self._algorithm.counts(batch), stats, gap)
 
-    def _update(self, record: StepRecord) -> None:
+    def _update_models(self, record: StepRecord) -> None:
         """Scale the gradient by what all ranks trained since the last update, then update."""
         with self._context.timeline.span("wait for the device", step=record.step):
             record.fetch()
-        for learner in self._learning(record):
-            log = record.log(learner.model)
+        for learner in self._active_learners(record):
+            log = record.log_of_model(learner.model)
             with self._context.timeline.span("wait for peers", step=record.step):
                 parts = gather(vars(log.next_update))
-            totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
+            totals = UpdateTotals.merge_parts(UpdateTotals(**part) for part in parts)
             scale = self._algorithm.scale(totals.counts)
             self._check_finite("loss", totals.loss * scale, learner, record)
             # From here on the weights change: a save, the sender and the old policy's copy must have read them.
             record.sync_exposed_s += self._role.before_update()
-            if learner.model is Model.POLICY and self._tri_model is not None:
+            if learner.model is TrainedModel.POLICY and self._tri_model is not None:
                 self._tri_model.before_update(record.step)
             with self._context.timeline.span("optimizer", step=record.step):
                 stats = learner.engine.step(scale)
             self._check_finite("gradient norm", stats.grad_norm, learner, record)
-            if learner.model is Model.POLICY:
+            if learner.model is TrainedModel.POLICY:
                 self._role.after_update(record.step, len(log.made) + 1, learner.engine.optimizer_updates)
                 if self._move_probe is not None:
-                    self._move_probe.updated()
-            log.add(totals, scale=scale, stats=stats)
+                    self._move_probe.note_update()
+            log.add_update(totals, scale=scale, stats=stats)
 
-    def _learning(self, record: StepRecord) -> list["Learner"]:
+    def _active_learners(self, record: StepRecord) -> list["Learner"]:
         return [learner for learner in self._learners if learner.first_step <= record.step]
 
     def _forget_gradients(self) -> None:
@@ -252,24 +252,25 @@ class Trainer:
         # rate.
         saved = next(reversed(list_checkpoints(self._context.run_dir).values()), None)
         source = f"go back to checkpoint {saved.name}" if saved else "start again (there is no checkpoint yet)"
-        whose, section = ("", "actor") if learner.model is Model.POLICY else ("critic's ", "critic")
+        whose, section = ("", "actor") if learner.model is TrainedModel.POLICY else ("critic's ", "critic")
         raise TrainingDiverged(
-            f"step {record.step}, update {len(record.log(learner.model).made) + 1}: the {whose}{what} is {value}, so "
-            f"the weights were not changed; {source} with a smaller {section}.lr, and look at the rewards in samples/"
+            f"step {record.step}, update {len(record.log_of_model(learner.model).made) + 1}: the {whose}{what} is "
+            f"{value}, so the weights were not changed; {source} with a smaller {section}.lr, and look at the "
+            "rewards in samples/"
         )
 
-    def _report(self, record: StepRecord, *, num_arrived: int = 0) -> None:
+    def _report_progress(self, record: StepRecord, *, num_arrived: int = 0) -> None:
         number, every = record.num_updates + 1, self._training.num_updates
         update = f", update {number} of {every}" if every > 1 else ""
         responses = record.num_rows + num_arrived
-        self._context.report("training", f"step {record.step}{update}, {responses} responses", step=record.step)
+        self._context.report_state("training", f"step {record.step}{update}, {responses} responses", step=record.step)
 
 
 @dataclass(frozen=True)
 class Learner:
     """A model in training. The actor holds the policy, and the critic unless that has a role of its own."""
 
-    model: Model
+    model: TrainedModel
     engine: TrainedEngine
     loss: Callable[[PackedBatch, torch.device], MicroLoss]
     first_step: int = 1  # The first step that trains the model
@@ -296,7 +297,7 @@ class Learner:
         else:
             loss = LossOfMicroStep(scored, lambda whole: self.loss(whole, device))
             sequences = scored.sequences
-        self.engine.forward_backward(sequences, loss if comparison is None else comparison.before(loss))
+        self.engine.forward_backward(sequences, loss if comparison is None else comparison.wrap_loss(loss))
         return loss.stats
 
 
@@ -304,7 +305,7 @@ def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
     """Return the policy in training: from the first step on, or from the end of the critic-only steps."""
     algorithm = load_algorithm(config.algorithm, config.rollout)
     return Learner(
-        Model.POLICY,
+        TrainedModel.POLICY,
         engine,
         lambda batch, device: algorithm.loss(batch, device=device),
         first_step=1 + config.critic_only_steps,
@@ -314,7 +315,7 @@ def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
 def critic_learner(config: RunConfig, engine: ValueEngine) -> Learner:
     algorithm = load_algorithm(config.algorithm, config.rollout)
     assert isinstance(algorithm, PPO), f"{config.algorithm.name} has no critic"
-    return Learner(Model.CRITIC, engine, lambda batch, device: algorithm.value_loss(batch, device=device))
+    return Learner(TrainedModel.CRITIC, engine, lambda batch, device: algorithm.value_loss(batch, device=device))
 
 
 def _no_loss(*_: Tensor) -> Tensor:

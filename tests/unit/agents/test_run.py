@@ -13,7 +13,7 @@ from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.service import Service
 from workers.agents.turns import ChatRequest, Message
-from workers.agents.wire import Begin, Done, Drawn, Setup
+from workers.agents.wire import AttemptDone, Begin, Drawn, Setup
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]
@@ -53,7 +53,7 @@ def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -
         return await draw_yes(ticket, prompt, max_tokens, seed, stop)
 
     async def ask() -> None:
-        await asyncio.gather(*(run.complete(ChatRequest(ASKED), draw=draw) for _ in range(3)))
+        await asyncio.gather(*(run.complete_turn(ChatRequest(ASKED), draw=draw) for _ in range(3)))
 
     asyncio.run(asyncio.wait_for(ask(), 30))
     assert rooms == [8, 8, 8]  # of the first 16, two replies took six
@@ -64,7 +64,7 @@ def test_a_call_that_waited_in_vain_for_tokens_has_spent_them() -> None:
     run = run_of(max_tokens=len(ids_of("yes<|im_end|>")))
 
     async def ask() -> list[Any]:
-        calls = (run.complete(ChatRequest(ASKED), draw=draw_yes) for _ in range(2))
+        calls = (run.complete_turn(ChatRequest(ASKED), draw=draw_yes) for _ in range(2))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second = asyncio.run(asyncio.wait_for(ask(), 30))
@@ -77,16 +77,16 @@ def test_each_sample_has_its_conversation_though_another_one_went_on_from_it() -
     run = run_of()
 
     async def ask() -> list[int]:
-        first = await run.complete(ChatRequest(ASKED), draw=draw_yes)
+        first = await run.complete_turn(ChatRequest(ASKED), draw=draw_yes)
         longer = [*ASKED, first.message, *MORE]
-        second = await run.complete(ChatRequest(longer), draw=draw_yes)
+        second = await run.complete_turn(ChatRequest(longer), draw=draw_yes)
         return [first.node, second.node]
 
     first, second = asyncio.run(ask())
     said = {"role": "assistant", "content": "yes"}
     short, long = [*ASKED, said], [*ASKED, said, *MORE, said]
     for nodes, conversations in (([first], [short]), ([second], [long]), ([first, second], [long]), ([], [long])):
-        result = run.result(Done(1, nodes, 1.0, {}), spent=False)
+        result = run.result(AttemptDone(1, nodes, 1.0, {}), spent=False)
         assert (result.conversations, len(result.samples)) == (conversations, 1)
 
 
@@ -97,7 +97,7 @@ def test_a_template_that_ignores_tools_is_the_agents_error_also_where_tokens_are
         engine: Any = None  # it draws nothing
         service = Service(engine, setup_of(agent="nowhere:agent"))
         service._renderer = TemplateRenderer(tokenizer("smollm2"))
-        service._start(BEGIN, attempt=0)
+        service._start_run(BEGIN, attempt=0)
         (key,) = service._keys
         assert service.count(key, ChatRequest(ASKED)) > 0
         return service.count(key, ChatRequest(ASKED, [TOOL]))

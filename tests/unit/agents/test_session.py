@@ -36,11 +36,11 @@ class Rollout:
         return drawn_of(ids, None if shown is None else self.drawn(shown).token_ids)
 
     def reply(self, messages: list[Message], text: str, shown: str | None = None) -> Recorded:
-        return Recorded(*self.session.record(self.session.prompt(messages), self.drawn(text, shown)))
+        return Recorded(*self.session.record_reply(self.session.make_prompt(messages), self.drawn(text, shown)))
 
     def said(self, sample: int = 0) -> list[str]:
         """Return what is trained in a sample, one text per stretch."""
-        made = self.session.samples()[sample]
+        made = self.session.collect_samples()[sample]
         masked = [token if trained else -1 for token, trained in zip(made.token_ids, made.response_mask, strict=True)]
         parts = [list(map(int, part.split())) for part in " ".join(map(str, masked)).split("-1")]
         return [self.tokenizer.decode(part) for part in parts if part]
@@ -63,7 +63,7 @@ def test_every_drawn_token_is_trained_once_and_unchanged(
     random, renderer = Random(seed), TemplateRenderer(tokenizer(family))
     session, engine = Session(renderer, seed=seed), FakeEngine(renderer, tokenizer(family), random)
     converse(session, engine, random, turns=6, append_only=append_only, tools=with_tools)
-    samples = session.samples()
+    samples = session.collect_samples()
     assert count_changed(engine.door, samples) == 0
     if append_only and not (family == "mistral" and with_tools):  # it moves its tools to the last question
         assert (len(samples), session.num_bridge_failures) == (1, 0)
@@ -98,7 +98,7 @@ def test_the_same_request_again_is_a_fork_whose_shared_part_is_trained_once() ->
     rollout.reply(longer, "yes<|im_end|>")
     rollout.reply(longer, "no<|im_end|>")
     assert [rollout.said(0), rollout.said(1)] == [["42<|im_end|>", "yes<|im_end|>"], ["no<|im_end|>"]]
-    sample = rollout.session.samples()[1]
+    sample = rollout.session.collect_samples()[1]
     assert len(sample.log_probs) == len(sample.versions) == sum(sample.response_mask)
 
 
@@ -115,21 +115,21 @@ def test_given_nodes_give_the_samples_in_their_order() -> None:
     first = rollout.reply(ASKED, "42<|im_end|>")
     longer = [*ASKED, as_sent_back(first), *MORE]
     yes, no = (rollout.reply(longer, text) for text in ("yes<|im_end|>", "no<|im_end|>"))
-    samples = rollout.session.samples([no.node, first.node, no.node])
+    samples = rollout.session.collect_samples([no.node, first.node, no.node])
     assert [sum(sample.response_mask) for sample in samples] == [
         len(rollout.drawn("42<|im_end|>no<|im_end|>").token_ids)
     ]
-    assert rollout.session.samples([yes.node]) == rollout.session.samples()[:1]
+    assert rollout.session.collect_samples([yes.node]) == rollout.session.collect_samples()[:1]
 
 
 def test_a_changed_history_or_other_tools_begin_a_new_sample() -> None:
     rollout = Rollout()
     first = rollout.reply(ASKED, "42<|im_end|>")
     edited = [*ASKED, as_sent_back(first) | {"content": "43"}, *MORE]
-    assert rollout.session.prompt(edited).parent is None
+    assert rollout.session.make_prompt(edited).parent is None
     kept = [*ASKED, as_sent_back(first), *MORE]
-    assert rollout.session.prompt(kept, [TOOL]).parent is None
-    assert rollout.session.prompt(kept).parent == first.node
+    assert rollout.session.make_prompt(kept, [TOOL]).parent is None
+    assert rollout.session.make_prompt(kept).parent == first.node
     assert rollout.session.num_bridge_failures == 0
 
 
@@ -138,21 +138,21 @@ def test_a_conversation_that_ends_with_the_assistants_message_is_refused() -> No
     rollout = Rollout()
     first = rollout.reply(ASKED, "42<|im_end|>")
     with pytest.raises(BadAgentRequest, match="messages: the last one is the assistant's"):
-        rollout.session.prompt([*ASKED, as_sent_back(first)])
+        rollout.session.make_prompt([*ASKED, as_sent_back(first)])
 
 
 def test_a_bridge_that_fails_is_counted() -> None:
     rollout = Rollout("mistral")
-    prompt = rollout.session.prompt(ASKED, [TOOL])
-    first = Recorded(*rollout.session.record(prompt, rollout.drawn("42</s>")))
-    prompt = rollout.session.prompt([*ASKED, as_sent_back(first), *MORE], [TOOL])
+    prompt = rollout.session.make_prompt(ASKED, [TOOL])
+    first = Recorded(*rollout.session.record_reply(prompt, rollout.drawn("42</s>")))
+    prompt = rollout.session.make_prompt([*ASKED, as_sent_back(first), *MORE], [TOOL])
     assert (prompt.parent, rollout.session.num_bridge_failures) == (None, 1)
 
 
 def test_ids_extend_the_longest_path_that_they_begin_with() -> None:
     session = Rollout().session
-    first, _ = session.record(session.prompt_of_ids([1, 2]), drawn_of([3]))
-    second, _ = session.record(session.prompt_of_ids([1, 2, 3, 4]), drawn_of([5]))
+    first, _ = session.record_reply(session.prompt_of_ids([1, 2]), drawn_of([3]))
+    second, _ = session.record_reply(session.prompt_of_ids([1, 2, 3, 4]), drawn_of([5]))
     assert session.prompt_of_ids([1, 2, 3, 4, 5, 6]).parent == second
     assert session.prompt_of_ids([1, 2, 3, 4, 5]).parent == second
     assert session.prompt_of_ids([1, 2, 3, 9]).parent == first
@@ -161,10 +161,10 @@ def test_ids_extend_the_longest_path_that_they_begin_with() -> None:
 
 def test_a_fresh_render_that_begins_with_what_was_drawn_extends_it() -> None:
     rollout = Rollout()
-    whole = rollout.session.prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).ids
+    whole = rollout.session.make_prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).ids
     prompt = rollout.session.prompt_of_ids(whole[:-20])
-    node, _ = rollout.session.record(prompt, drawn_of(whole[-20:-15]))
-    assert rollout.session.prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).parent == node
+    node, _ = rollout.session.record_reply(prompt, drawn_of(whole[-20:-15]))
+    assert rollout.session.make_prompt([*ASKED, {"role": "assistant", "content": "42"}, *MORE]).parent == node
 
 
 def test_seeds_depend_on_the_prompt_and_its_repetition_alone() -> None:
@@ -172,7 +172,7 @@ def test_seeds_depend_on_the_prompt_and_its_repetition_alone() -> None:
     seeds = []
     for order in orders:
         session = Rollout(seed=7).session
-        found = [(text, session.prompt([{"role": "user", "content": text}]).seed) for text in order]
+        found = [(text, session.make_prompt([{"role": "user", "content": text}]).seed) for text in order]
         seeds.append(sorted(found))
         assert len({seed for _, seed in found}) == 3
     assert seeds[0] == seeds[1]
@@ -194,7 +194,7 @@ def test_a_call_seed_is_the_same_for_ever() -> None:
 )
 def test_what_is_no_text_message_is_refused(bad: Message) -> None:
     with pytest.raises(BadAgentRequest, match="^messages: "):
-        Rollout().session.prompt([*ASKED, bad])
+        Rollout().session.make_prompt([*ASKED, bad])
 
 
 @pytest.mark.parametrize("node", [1, -1])
@@ -202,4 +202,4 @@ def test_a_sample_of_a_node_that_is_not_there_is_refused(node: int) -> None:
     rollout = Rollout()
     rollout.reply(ASKED, "42.<|im_end|>")
     with pytest.raises(BadAgentRequest, match="only 1"):
-        rollout.session.samples([0, node])
+        rollout.session.collect_samples([0, node])

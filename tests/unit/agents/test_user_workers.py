@@ -12,7 +12,7 @@ from workers.agents import user_workers, worker
 from workers.agents.service import Service
 from workers.agents.turns import Reply
 from workers.agents.user_workers import Heard, UserWorker, WorkerDeath, held_by
-from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
+from workers.agents.wire import Ask, AttemptDone, Begin, Begun, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
 from workers.calls import child_process
 
@@ -126,7 +126,7 @@ class Owner:
     """Replies to everything, and keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[Done | Raised | WorkerDeath] = asyncio.Queue()
+        self.told: asyncio.Queue[AttemptDone | Raised | WorkerDeath] = asyncio.Queue()
         self.asks: list[Ask] = []
         self.began: list[int] = []
 
@@ -163,13 +163,13 @@ async def told_by(
     for run, question in enumerate(questions, start=1):
         worker.begin(start_of(users, run, question))
     told: list[object] = [await asyncio.wait_for(owner.told.get(), 60) for _ in range(number)]
-    await worker.gone()
+    await worker.kill_and_wait()
     return told, owner
 
 
 def test_a_function_talks_and_returns_a_sample_with_its_reward(users: Path) -> None:
     (done,), owner = asyncio.run(told_by(users, "talk", "hello"))
-    assert isinstance(done, Done)
+    assert isinstance(done, AttemptDone)
     assert (done.run, done.reward, done.metrics) == (1, 6.0, {"seen": 2.0})
     assert done.nodes == [3]
     assert [ask.run for ask in owner.asks] == [1, 1, 1]
@@ -190,19 +190,19 @@ def test_what_a_function_raises_is_told_with_its_run(users: Path, question: str,
 def test_a_mistake_costs_the_rollout_that_makes_it_and_no_other(users: Path, question: str, words: str) -> None:
     told, _ = asyncio.run(told_by(users, "careless", "wait", question, number=2))
     by_run = {getattr(one, "run", None): one for one in told}
-    assert isinstance(by_run[1], Done)
+    assert isinstance(by_run[1], AttemptDone)
     assert isinstance(by_run[2], Raised)
     assert words in by_run[2].text
 
 
 def test_a_callback_that_exits_ends_no_rollout(users: Path) -> None:
     told, _ = asyncio.run(told_by(users, "careless", "wait", "exit in a callback", number=2))
-    assert sorted(one.run for one in told if isinstance(one, Done)) == [1, 2]
+    assert sorted(one.run for one in told if isinstance(one, AttemptDone)) == [1, 2]
 
 
 def test_a_sample_of_another_rollout_is_refused(users: Path) -> None:
     told, _ = asyncio.run(told_by(users, "shared", "x", "x", number=2))
-    assert sorted(type(one).__name__ for one in told) == ["Done", "Raised"]
+    assert sorted(type(one).__name__ for one in told) == ["AttemptDone", "Raised"]
     assert [one.text for one in told if isinstance(one, Raised) and "of another rollout" in one.text]
 
 
@@ -223,7 +223,7 @@ def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_
 def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
     users: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack, stacks, decides = UserWorker._stack, [], asyncio.Event()
+    stack, stacks, decides = UserWorker._read_stack, [], asyncio.Event()
 
     async def stack_and_go_on(self: UserWorker) -> str:
         stacks.extend([await stack(self), await stack(self)])
@@ -232,23 +232,23 @@ def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
             await asyncio.sleep(0.01)
         turn = self._last_pong
         while self._last_pong == turn:
-            self.send(user_workers.Ping())
+            self.send(user_workers.PingLoop())
             await asyncio.sleep(0.01)
         decides.set()
         return stacks[-1]
 
-    monkeypatch.setattr(UserWorker, "_stack", stack_and_go_on)
+    monkeypatch.setattr(UserWorker, "_read_stack", stack_and_go_on)
 
     async def run() -> bool:
         owner = Owner()
         worker = await UserWorker.start(setup_of(users, "holds", stall_timeout_s=1.0), owner)
         worker.begin(start_of(users, 1, str(users / "go")))
-        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), AttemptDone)
         await decides.wait()
         worker.begin(start_of(users, 2, str(users / "go")))  # in the same process
-        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), AttemptDone)
         alive = worker.alive
-        await worker.gone()
+        await worker.kill_and_wait()
         return alive
 
     assert asyncio.run(asyncio.wait_for(run(), 60))
@@ -259,14 +259,14 @@ def test_many_that_each_hold_the_loop_a_little_when_they_begin_cost_no_process(u
     """A client for each costs 43 ms, and 1,024 begin at once: here fewer, and a limit as much shorter."""
     number = 32
     told, owner = asyncio.run(told_by(users, "slow_start", *["x"] * number, number=number, stall_timeout_s=0.8))
-    assert [type(one).__name__ for one in told] == ["Done"] * number
+    assert [type(one).__name__ for one in told] == ["AttemptDone"] * number
     assert sorted(owner.began) == list(range(1, number + 1))
 
 
 def test_many_replies_at_once_that_each_hold_the_loop_a_little_cost_no_process(users: Path) -> None:
     number = 32
     told, _ = asyncio.run(told_by(users, "slow_end", *["x"] * number, number=number, stall_timeout_s=0.8))
-    assert [type(one).__name__ for one in told] == ["Done"] * number
+    assert [type(one).__name__ for one in told] == ["AttemptDone"] * number
 
 
 def test_what_waits_in_line_is_stopped_without_a_call(users: Path) -> None:
@@ -279,7 +279,7 @@ def test_what_waits_in_line_is_stopped_without_a_call(users: Path) -> None:
         while worker.num_rollouts:
             await asyncio.sleep(0.01)
         assert worker.alive
-        await worker.gone()
+        await worker.kill_and_wait()
         return owner.began
 
     began = asyncio.run(asyncio.wait_for(run(), 60))
@@ -332,7 +332,7 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
         assert worker.alive
         worker.end(2, within_s=0.2)
         death = await asyncio.wait_for(owner.told.get(), 60)
-        await worker.gone()
+        await worker.kill_and_wait()
         return death
 
     death = asyncio.run(run())
@@ -351,7 +351,7 @@ async def death_after_cancelling(users: Path, *questions: str) -> object:
         await asyncio.sleep(0.01)
     worker.end(1, within_s=0.5)
     death = await asyncio.wait_for(owner.told.get(), 60)
-    await worker.gone()
+    await worker.kill_and_wait()
     return death
 
 
@@ -374,7 +374,7 @@ def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> No
         while worker.num_rollouts:
             await asyncio.sleep(0.01)
         assert worker.alive
-        await worker.gone()
+        await worker.kill_and_wait()
 
     asyncio.run(asyncio.wait_for(run(), 20))
 

@@ -143,11 +143,11 @@ def test_groups_too_small_for_it_are_refused_and_a_plan_knows_that_it_trains_who
     for each in (config, RunConfig.load(code)):
         with pytest.raises(ConfigError, match=r"2 is too few for refused_.*:Fours to compare; give 4"):
             check_batch_sizes(each)
-        training = Training.of(each)["actor"]
+        training = Training.by_role(each)["actor"]
         assert training.whole_step and not training.streams
     plain = configured(code)
     check_batch_sizes(plain)
-    assert (plain.algorithm.min_group_size, Training.of(plain)["actor"].whole_step) == (2, False)
+    assert (plain.algorithm.min_group_size, Training.by_role(plain)["actor"].whole_step) == (2, False)
 
 
 def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:

@@ -86,7 +86,7 @@ Open = Callable[..., CallPool]
 def test_what_a_function_started_ends_with_its_child(open_pool: Open, tmp_path: Path, how: str) -> None:
     pool = open_pool("leaves_a_process", timeout_s=3)
     with pytest.raises(UserCodeFailed):
-        pool.call(how, on="it")
+        pool.call_and_wait(how, on="it")
     pool.close()
     wait_until_gone(int((tmp_path / "pid").read_text()))
 
@@ -109,7 +109,7 @@ def test_an_unforeseen_error_of_a_start_is_told(open_pool: Open, monkeypatch: py
 def test_a_child_that_dies_while_it_imports_is_started_once_more(open_pool: Open) -> None:
     pool = open_pool("echo", entry="dies_first")
     pool.until_ready()
-    assert pool.call(1, on="it") == 1
+    assert pool.call_and_wait(1, on="it") == 1
 
 
 def test_children_that_do_not_start_do_not_prove_that_the_function_is_bad(open_pool: Open) -> None:
@@ -127,7 +127,7 @@ for number in STOP_SIGNALS:
 sys.path.insert(0, sys.argv[1])
 from workers.calls.pool import CallPool, Entry
 pool = CallPool(Entry("users_code:entry", {"name": sys.argv[2]}), what="w", limit="l", timeout_s=60, concurrency=1)
-print(pool.call(0, on="it"), flush=True)
+print(pool.call_and_wait(0, on="it"), flush=True)
 pool.close()
 """
 
@@ -154,7 +154,7 @@ def test_the_end_of_a_child_that_forked_is_seen_at_once(open_pool: Open, tmp_pat
 
 def test_an_error_is_told_as_such_though_the_function_closed_its_output(open_pool: Open) -> None:
     with pytest.raises(UserCodeFailed, match="raised ValueError: no idea on it"):
-        open_pool("raises_without_output").call(0, on="it")
+        open_pool("raises_without_output").call_and_wait(0, on="it")
 
 
 def wait_until_gone(pid: int) -> None:

@@ -99,11 +99,11 @@ Open = Callable[..., CallPool]
 def test_values_of_json_come_back_as_they_are(open_pool: Open) -> None:
     pool = open_pool("echo")
     for value in (None, True, 3, 0.5, "a\n\0ü\u2028" + "x" * 10**6, [1, {"a": [2.0, None]}]):
-        assert pool.call(value, on="it") == value
+        assert pool.call_and_wait(value, on="it") == value
 
 
 def test_a_child_has_no_torch_unless_the_function_wants_it(open_pool: Open) -> None:
-    assert open_pool("torch_is_there").call(0, on="it") is False
+    assert open_pool("torch_is_there").call_and_wait(0, on="it") is False
 
 
 @pytest.mark.parametrize("what", ["hang", "hold the lock"])
@@ -113,8 +113,8 @@ def test_a_function_that_hangs_is_killed_at_its_deadline_and_costs_only_its_call
         UserCodeFailed,
         match=r"^reward.function: mine:does took longer than reward.timeout_s = 2 s on response 'x'; make it faster",
     ):
-        pool.call(what, on="response 'x'")
-    assert pool.call("fine", on="it") == "fine"
+        pool.call_and_wait(what, on="response 'x'")
+    assert pool.call_and_wait("fine", on="it") == "fine"
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_a_function_that_hangs_is_killed_at_its_deadline_and_costs_only_its_call
 def test_what_goes_wrong_is_named_and_the_next_call_is_made(open_pool: Open, what: str, message: str) -> None:
     pool = open_pool("does")
     with pytest.raises(UserCodeFailed, match=f"^reward.function: mine:does {message}"):
-        pool.call(what, on="response 'x'")
-    assert pool.call("fine", on="it") == "fine"
+        pool.call_and_wait(what, on="response 'x'")
+    assert pool.call_and_wait("fine", on="it") == "fine"
 
 
 def test_a_result_that_the_entry_refuses_has_its_message(open_pool: Open) -> None:
     with pytest.raises(UserCodeFailed, match="^it returned odd$"):
-        open_pool("echo", entry="checked").call("odd", on="it")
+        open_pool("echo", entry="checked").call_and_wait("odd", on="it")
 
 
 def test_arguments_that_are_no_text_cost_their_call(open_pool: Open) -> None:
     pool = open_pool("echo")
     with pytest.raises(UserCodeFailed, match="mine:echo cannot be called on it: .*surrogates"):
-        pool.call("\ud83d", on="it")
-    assert pool.call(1, on="it") == 1
+        pool.call_and_wait("\ud83d", on="it")
+    assert pool.call_and_wait(1, on="it") == 1
 
 
 def test_several_calls_of_a_plain_function_have_a_child_each_and_no_more_than_configured(open_pool: Open) -> None:
@@ -163,16 +163,16 @@ def test_coroutines_share_one_child_and_run_at_the_same_time(open_pool: Open) ->
 
 @pytest.mark.parametrize("name", ["judge", "returns_coroutine"])
 def test_what_is_awaitable_is_awaited(open_pool: Open, name: str) -> None:
-    assert open_pool(name).call("fine", on="it") == "fine"
+    assert open_pool(name).call_and_wait("fine", on="it") == "fine"
 
 
 def test_a_coroutine_that_waits_for_ever_is_cancelled_and_the_others_go_on(open_pool: Open) -> None:
     pool = open_pool("awaits", timeout_s=2, concurrency=4)
     late = pool.submit("for ever", on="it")
-    assert pool.call("fine", on="it") == "fine"
+    assert pool.call_and_wait("fine", on="it") == "fine"
     with pytest.raises(UserCodeFailed, match="mine:awaits took longer than reward.timeout_s = 2 s"):
         late.result(DEADLINE_S)
-    assert pool.call("fine", on="it") == "fine"
+    assert pool.call_and_wait("fine", on="it") == "fine"
 
 
 @pytest.mark.parametrize(("what", "message"), [("block", "took longer than"), ("exit", "ended its process")])
@@ -192,27 +192,27 @@ def test_a_function_that_cannot_be_had_is_refused_at_once_and_for_good(open_pool
         pool.until_ready()
     for _ in range(2):
         with pytest.raises(ConfigError, match="^no echo$"):
-            pool.call(1, on="it")
+            pool.call_and_wait(1, on="it")
 
 
 def test_a_child_that_does_not_start_costs_the_call(open_pool: Open) -> None:
     pool = open_pool("echo", entry="missing")
     for _ in range(2):
         with pytest.raises(UserCodeFailed, match="mine:echo: its process did not start; see this log"):
-            pool.call(1, on="it")
+            pool.call_and_wait(1, on="it")
 
 
 def test_a_child_that_died_while_it_had_nothing_to_do_is_replaced(open_pool: Open) -> None:
     pool = open_pool("pid")
-    child = pool.call(1, on="it")
+    child = pool.call_and_wait(1, on="it")
     os.kill(child, signal.SIGKILL)
     wait_until_gone(child)
-    assert pool.call(1, on="it") != child
+    assert pool.call_and_wait(1, on="it") != child
 
 
 def test_close_kills_the_children_and_cancels_what_is_not_done(open_pool: Open) -> None:
     pool = open_pool("does", timeout_s=3600)
-    pid = open_pool("pid").call(0, on="it")
+    pid = open_pool("pid").call_and_wait(0, on="it")
     calls = [pool.submit("hang", on="it") for _ in range(3)]
     pool.until_ready()
     pool.close()
@@ -243,7 +243,7 @@ import sys, threading
 sys.path.insert(0, sys.argv[1])
 from workers.calls.pool import CallPool, Entry
 pool = CallPool(Entry("users_code:entry", {"name": sys.argv[2]}), what="w", limit="l", timeout_s=3600, concurrency=1)
-print(pool.call("the parent", on="it"), flush=True)
+print(pool.call_and_wait("the parent", on="it"), flush=True)
 CallPool(Entry("users_code:entry", {"name": "does"}), what="w", limit="l", timeout_s=3600, concurrency=1).submit(
     "hold the lock", on="it"
 )

@@ -34,7 +34,7 @@ class Plus(ColumnTask):
     def version(self) -> int | None:
         return self.held
 
-    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         self.sizes.append(len(batch))
         if not len(batch):
             return {}
@@ -110,7 +110,7 @@ class Doubled(ColumnTask):
         self.cut, self.collective = cut, collective
         self.forwards: list[list[int]] = []
 
-    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+    def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         self.forwards.append(batch["sample_lengths"].values.tolist() if len(batch) else [])
         drawn = responses_of(batch) if len(batch) else []
         return {"doubled": Column.of_rows([2 * one for one in drawn])} if drawn else {}

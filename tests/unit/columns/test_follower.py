@@ -39,7 +39,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> FollowerLogProbs:
     config = load_config(find_recipe("quickstart"), overrides=["ref.engine=fsdp", "ref.shards=2"])
     context: Any = SimpleNamespace(
         config=config, device=torch.device("cpu"), gang=SimpleNamespace(num_ranks=2), stopping=threading.Event(),
-        job=SimpleNamespace(lineage=0), timeline=NoTimeline(), report=lambda *_, **__: None,
+        job=SimpleNamespace(lineage=0), timeline=NoTimeline(), report_state=lambda *_, **__: None,
     )  # fmt: skip
     model = SimFrozenModel(config.sim, s_per_token=0.0)
     monkeypatch.setattr("workers.tasks.column_tasks.load_forward_model", lambda *_, **__: model)

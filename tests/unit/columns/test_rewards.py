@@ -71,7 +71,7 @@ def model_scores(config: RunConfig) -> list[float]:
 
 def test_reward_is_the_model_s_score_and_right_is_what_the_function_says(task: Rewards) -> None:
     config = configure()
-    columns = task.compute(batch_of(config), 1)
+    columns = task.compute_columns(batch_of(config), 1)
     assert task.num_rows == 3
     assert columns["rewards"].values.tolist() == pytest.approx(model_scores(config), abs=1e-4)
     assert columns["rewards"].values.dtype == torch.float32
@@ -81,7 +81,7 @@ def test_reward_is_the_model_s_score_and_right_is_what_the_function_says(task: R
 def test_function_s_reward_is_added_with_its_weight() -> None:
     config = configure("reward.function=digits", "reward.model.weight=-0.5", "reward.model.function_weight=2")
     task = open_task(config)
-    columns = task.compute(batch_of(config), 1)
+    columns = task.compute_columns(batch_of(config), 1)
     task.close()
     function = [1.0, 0.0, 1.0, 0.25, 0.0]
     expected = [-0.5 * score + 2 * own for score, own in zip(model_scores(config), function, strict=True)]
@@ -107,7 +107,7 @@ def test_committed_model_prefers_right_sums_of_the_training_data() -> None:
             "truncated": Column.of_scalars(torch.zeros(len(texts), dtype=torch.bool)),
         }
         batch = PackedBatch(tuple(range(len(texts))), columns)
-        rewards = task.compute(batch, 1)["rewards"].values
+        rewards = task.compute_columns(batch, 1)["rewards"].values
         assert float(rewards[0]) > float(rewards[1:].max()) + 1, row["prompt"]
     task.close()
 
@@ -123,6 +123,6 @@ def test_score_that_is_no_number_ends_the_run_by_name(tmp_path: Path) -> None:
     broken = configure(f"reward.model.path={tmp_path}")
     task = open_task(broken)
     with pytest.raises(UserCodeFailed, match=r"reward\.model: .* scored the response '3' with nan") as caught:
-        task.compute(batch_of(broken), 1)
+        task.compute_columns(batch_of(broken), 1)
     assert caught.value.final
     task.close()

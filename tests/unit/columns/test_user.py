@@ -101,7 +101,7 @@ def make_batch() -> PackedBatch:
 
 def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str, make: Make) -> None:
     task = make(module, "remember", inputs=["prompts", "responses", "ground_truth", "rewards", "correct"])
-    assert task.compute(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.75]
+    assert task.compute_columns(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.75]
     rows = [
         TaskRow("ab", "c", "c", {"rewards": 0.5, "correct": 0.0}),
         TaskRow("ab", "def", "d", {"rewards": 1.0, "correct": 1.0}),
@@ -110,13 +110,13 @@ def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str,
 
 
 def test_what_is_no_input_is_empty(module: str, make: Make) -> None:
-    make(module, "remember", inputs=["rewards"]).compute(make_batch(), 1)
+    make(module, "remember", inputs=["rewards"]).compute_columns(make_batch(), 1)
     assert Path("rows.txt").read_text().splitlines()[0] == str(TaskRow(columns={"rewards": 0.5}))
 
 
 def test_a_coroutine_is_a_task_like_any_other(module: str, make: Make) -> None:
     task = make(module, "waits_a_little", concurrency=2)
-    assert task.compute(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.25]
+    assert task.compute_columns(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,16 @@ def test_a_coroutine_is_a_task_like_any_other(module: str, make: Make) -> None:
 )
 def test_errors_name_task_and_function(module: str, make: Make, function: str, message: str) -> None:
     with pytest.raises(UserCodeFailed, match=f"^task safety: {module}:{function} {message}"):
-        make(module, function).compute(make_batch(), 1)
+        make(module, function).compute_columns(make_batch(), 1)
 
 
 def test_only_masks_are_bounded(module: str, make: Make) -> None:
-    assert make(module, "large", output="toxicity").compute(make_batch(), 1)["toxicity"].values.tolist() == [1.5, 1.5]
+    assert make(module, "large", output="toxicity").compute_columns(make_batch(), 1)["toxicity"].values.tolist() == [
+        1.5,
+        1.5,
+    ]
     with pytest.raises(UserCodeFailed, match="toxicity must be a number that float32 holds"):
-        make(module, "nothing", output="toxicity").compute(make_batch(), 1)
+        make(module, "nothing", output="toxicity").compute_columns(make_batch(), 1)
 
 
 @pytest.mark.parametrize(("output", "value"), [("loss_weights", 0.0), ("toxicity", math.nan)])
@@ -149,18 +152,18 @@ def test_function_is_not_called_where_a_number_that_it_reads_is_missing(
     """A response whose reward failed has no weight; it must not end the run."""
     batch = make_batch()
     batch.columns["rewards"].values[0] = math.nan
-    column = make(module, "reward", output=output, inputs=["rewards"]).compute(batch, 1)[output]
+    column = make(module, "reward", output=output, inputs=["rewards"]).compute_columns(batch, 1)[output]
     assert column.values.tolist() == pytest.approx([value, 1.0], nan_ok=True)
 
 
 def test_column_holds_what_the_function_returned(module: str, make: Make) -> None:
     with pytest.raises(UserCodeFailed, match=r"returned 1e\+39 .* toxicity must be a number that float32 holds"):
-        make(module, "huge", output="toxicity").compute(make_batch(), 1)
+        make(module, "huge", output="toxicity").compute_columns(make_batch(), 1)
 
 
 def test_function_that_hangs_is_an_error_after_its_deadline(module: str, make: Make) -> None:
     with pytest.raises(UserCodeFailed, match=r"task safety: .*:hangs took longer than its timeout_s = 1 s on respo"):
-        make(module, "hangs", timeout_s=1).compute(make_batch(), 1)
+        make(module, "hangs", timeout_s=1).compute_columns(make_batch(), 1)
 
 
 def test_function_must_take_a_row(module: str, make: Make) -> None:

@@ -46,7 +46,7 @@ def batch() -> Sequences:
     prompts, responses = [3, 2, 5, 1, 4], [4, 5, 1, 6, 0]
     parts = [size for pair in zip(prompts, responses, strict=True) for size in pair]
     tokens = torch.randint(2, 13, (sum(parts),), generator=generator).split(parts)
-    return Sequences.of(tokens[::2], tokens[1::2])
+    return Sequences.from_turns(tokens[::2], tokens[1::2])
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def groups() -> Sequences:
     first, second, alone = (torch.randint(2, 13, (n,), generator=generator) for n in (5, 3, 4))
     prompts = [first, second, first, alone, second, first, second, first, second]
     responses = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
-    return Sequences.of(prompts, responses)
+    return Sequences.from_turns(prompts, responses)
 
 
 @pytest.fixture
@@ -69,5 +69,5 @@ def turns() -> Sequences:
     masks = ([1, 1, 0, 0, 1], [0, 0, 0], [1, 0, 1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1])
     rest = [torch.randint(2, 13, (len(mask),), generator=generator) for mask in masks]
     mask = torch.tensor([one for begin, mask in zip(begins, masks, strict=True) for one in ([0] * len(begin) + mask)])
-    whole = Sequences.of(begins, rest)
+    whole = Sequences.from_turns(begins, rest)
     return Sequences(whole.tokens_T, whole.lengths_N, mask.to(torch.uint8))

@@ -22,7 +22,7 @@ from workers.records.step_record import StepRecord
 from workers.rows.packed_rows import Sequences, sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.step_trainer import Trainer, critic_learner, policy_learner
+from workers.trainer.step_trainer import StepTrainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -78,12 +78,12 @@ def engines(config: RunConfig) -> tuple[TrainEngine, ValueEngine]:
 
 def train(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, stops: bool = False) -> StepRecord | None:
     context: Any = SimpleNamespace(
-        config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
-        run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
+        config=config, device=CPU, timeline=NoTimeline(), report_state=lambda *_, **__: None,
+        report_progress=lambda: None, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
     )  # fmt: skip
     loader: Any = Loader(make_rounds(), stops=stops)
     tasks = ("values", "compute_advantages_and_returns", "critic_train")
-    return Trainer(
+    return StepTrainer(
         context,
         (policy_learner(config, policy), critic_learner(config, critic)),
         loader,
@@ -129,7 +129,7 @@ def test_step_equals_a_loop_by_hand(whitened: bool) -> None:
     for expected, actual in zip(parameters(*by_hand), parameters(*ours), strict=True):
         for one, other in zip(expected, actual, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
-    metrics = record.totals.metrics() | record.training_metrics()
+    metrics = record.totals.to_metrics() | record.training_metrics()
     assert (metrics["num_updates"], metrics["critic_num_updates"], metrics["critic_lr"]) == (1, 1, 0.02)
     assert metrics["value_mean"] == 0 and metrics["return_mean"] > 0 and metrics["explained_variance"] <= 0
 
@@ -153,7 +153,7 @@ def test_steps_of_the_critic_alone_leave_the_policy_as_it_is() -> None:
     after, critic_after = parameters(policy, critic)
     assert all(one.equal(other) for one, other in zip(before, after, strict=True))
     assert not all(one.equal(other) for one, other in zip(critic_before, critic_after, strict=True))
-    metrics = record.totals.metrics() | record.training_metrics()
+    metrics = record.totals.to_metrics() | record.training_metrics()
     assert (metrics["num_updates"], metrics["loss"], metrics["critic_num_updates"]) == (0, 0.0, 1)
     assert (policy.optimizer_updates, critic.optimizer_updates, metrics["samples"]) == (0, 1, GROUPS * SIZE)
 

@@ -27,9 +27,9 @@ def test_activations_are_what_autograd_keeps(dtype: str, recomputed: bool) -> No
     )  # fmt: skip
     config._attn_implementation = PACKED_ATTENTION
     model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-    batch = Sequences.of([torch.ones(8, dtype=torch.int64)], [torch.ones(249, dtype=torch.int64)])
-    packed = PackedInputs.of(batch, torch.device("cpu"))
-    sizes = ModelSizes.of(config.to_dict(), sum(parameter.numel() for parameter in model.parameters()))
+    batch = Sequences.from_turns([torch.ones(8, dtype=torch.int64)], [torch.ones(249, dtype=torch.int64)])
+    packed = PackedInputs.from_batch(batch, torch.device("cpu"))
+    sizes = ModelSizes.from_config(config.to_dict(), sum(parameter.numel() for parameter in model.parameters()))
     assert sizes is not None
     training = ActorConfig.model_validate({"autocast": dtype, "gradient_checkpointing": recomputed})
     estimated = fsdp_memory(sizes, training, 1, len(packed.tokens_T))["activations"]
@@ -90,4 +90,4 @@ def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:
-    assert ModelSizes.of({"model_type": "gpt2", "n_embd": 768}, 124_000_000) is None
+    assert ModelSizes.from_config({"model_type": "gpt2", "n_embd": 768}, 124_000_000) is None

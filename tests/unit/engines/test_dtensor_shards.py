@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncflow.errors import PlanError
 from weightsync.plan import Box, ShardSpec, plan_transfer
-from workers.engines.fsdp.dtensor_shards import Cut, local_runs, local_shards
+from workers.engines.fsdp.dtensor_shards import MeshCut, local_runs, local_shards
 
 SCRIPT = Path(__file__).parents[2] / "multiproc" / "sharded_ranks.py"
 NUM_RANKS = 6
@@ -75,7 +75,7 @@ PARTS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 @given(parts=PARTS, length=st.integers(0, 40), data=st.data())
 def test_plain_cuts_are_those_of_torch_also_where_uneven(parts: list[int], length: int, data: st.DataObject) -> None:
     index = [data.draw(st.integers(0, count - 1)) for count in parts]
-    runs = local_runs(length, [Cut(count, k) for count, k in zip(parts, index, strict=True)])
+    runs = local_runs(length, [MeshCut(count, k) for count, k in zip(parts, index, strict=True)])
     assert indices(runs) == split_by_torch(length, [Shard(0)] * len(parts), parts, index)
     assert runs is not None and len(runs) == 1
 
@@ -85,7 +85,7 @@ def test_strided_cut_is_that_of_torch_also_where_uneven(
     count: int, factor: int, length: int, data: st.DataObject
 ) -> None:
     index = data.draw(st.integers(0, count - 1))
-    runs = local_runs(length, [Cut(count, index, factor)])
+    runs = local_runs(length, [MeshCut(count, index, factor)])
     assert indices(runs) == split_by_torch(length, [_StridedShard(0, split_factor=factor)], [count], [index])
 
 
@@ -97,12 +97,12 @@ def test_plain_cut_behind_later_ones_is_that_of_torch_where_even(
     factors = [math.prod(parts[1:]), *[1] * (len(parts) - 1)]
     length = rows * math.prod(parts)
     placements = [_StridedShard(0, split_factor=factor) for factor in factors]
-    runs = local_runs(length, [Cut(*cut) for cut in zip(parts, index, factors, strict=True)])
+    runs = local_runs(length, [MeshCut(*cut) for cut in zip(parts, index, factors, strict=True)])
     assert indices(runs) == split_by_torch(length, placements, parts, index)
 
 
 def test_several_cuts_of_a_fused_dimension_are_not_told_apart() -> None:
-    assert local_runs(16, [Cut(2, 0, split_factor=2), Cut(2, 0, split_factor=2)]) is None
+    assert local_runs(16, [MeshCut(2, 0, split_factor=2), MeshCut(2, 0, split_factor=2)]) is None
 
 
 def indices(runs: list[tuple[int, int]] | None) -> list[int]:

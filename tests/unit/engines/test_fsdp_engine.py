@@ -47,7 +47,7 @@ def test_updates_equal_plain_adamw(make_model_dir: Callable[..., Path], batch: S
     engine = make_engine(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
     optimizer = torch.optim.AdamW(decay_groups(plain, 0.1), lr=1e-2)
-    inputs = PackedInputs.of(batch, CPU)
+    inputs = PackedInputs.from_batch(batch, CPU)
     for _ in range(3):
         engine.forward_backward(batch, square_loss)
         engine.forward_backward(None, square_loss)
@@ -120,7 +120,7 @@ def test_entropy_has_a_gradient(make_model_dir: Callable[..., Path], batch: Sequ
     path = make_model_dir("llama", tie_word_embeddings=tied)
     engine = make_engine(path, grad_clip=None, weight_decay=0.0)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=PACKED_ATTENTION)
-    inputs = PackedInputs.of(batch, CPU)
+    inputs = PackedInputs.from_batch(batch, CPU)
     logits = response_logits(plain, inputs) / 0.9
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -158,7 +158,7 @@ def test_one_rank_computes_in_bfloat16_what_fsdp2_does(
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for _ in range(2):
         engine.forward_backward(batch, square_loss)
-        square_loss(*response_log_probs(sharded, PackedInputs.of(batch, CPU), 0.9)).backward()
+        square_loss(*response_log_probs(sharded, PackedInputs.from_batch(batch, CPU), 0.9)).backward()
     mine = {name: weight.grad for name, weight in engine._model.named_parameters()}
     theirs = {name: weight.grad.to_local() for name, weight in sharded.named_parameters()}
     assert mine.keys() == theirs.keys()
@@ -248,7 +248,7 @@ def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, bat
     for parameter in plain.parameters():  # not the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[dtype])
     with torch.no_grad():
-        expected = response_log_probs(plain, PackedInputs.of(batch, CPU), 0.9)[0]
+        expected = response_log_probs(plain, PackedInputs.from_batch(batch, CPU), 0.9)[0]
     torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-5)
     assert engine.log_probs(None).shape == (0,)
 

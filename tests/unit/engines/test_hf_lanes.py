@@ -17,9 +17,9 @@ def tokens(slot: int, count: int) -> Tensor:
 
 def advance(lane: Lane, lengths: dict[int, int]) -> None:
     """Give every response its next token and check that it sees all of its own."""
-    lane.advance()
+    lane.open_column()
     num_rows = lane.num_rows
-    mask = lane.mask(num_rows)
+    mask = lane.attention_mask(num_rows)
     newest = torch.stack([tokens(slot, lengths[slot] + 1)[:, -1] for slot in lane.slots])
     for layer in range(2):
         keys, values = lane.append(layer, newest + layer, -newest, None)
@@ -48,11 +48,11 @@ def test_responses_keep_their_tokens(events: list[tuple[str, int]]) -> None:
             for layer in range(2):
                 for place, slot in enumerate(slots):
                     row = slice(first + place, first + place + 1)
-                    lane.enter(layer, row, tokens(slot, number) + layer, -tokens(slot, number))
+                    lane.write_tokens(layer, row, tokens(slot, number) + layer, -tokens(slot, number))
                     lengths[slot] = number
         elif what == "leave" and lane.num_rows:
             gone = lane.slots[:: 1 + number % 3]
-            lane.leave(gone)
+            lane.remove_rows(gone)
             for slot in gone:
                 del lengths[slot]
         elif lane.num_rows:
@@ -64,27 +64,27 @@ def test_copied_response_is_pasted_as_it_was() -> None:
     lane = Lane(SHAPE, num_rows=2, length=5, max_new_tokens=4)
     lane.join([7], 5)
     for layer in range(2):
-        lane.enter(layer, slice(0, 1), tokens(7, 5) + layer, -tokens(7, 5))
+        lane.write_tokens(layer, slice(0, 1), tokens(7, 5) + layer, -tokens(7, 5))
     copied = lane.copy_of(7)
     other = Lane(SHAPE, num_rows=2, length=9, max_new_tokens=4)
     first = other.join([3, 4], 5)
-    other.paste(slice(first, first + 2), copied)
+    other.paste_rows(slice(first, first + 2), copied)
     assert other.copy_of(3).equal(copied) and other.copy_of(4).equal(copied)
 
 
 def test_only_responses_of_about_the_same_length_share_a_lane() -> None:
     lane = Lane(SHAPE, num_rows=2, length=100, max_new_tokens=4)
     lane.join([0], 100)
-    assert lane.fits(100) and lane.fits(80) and lane.fits(120)
-    assert not lane.fits(60) and not lane.fits(160)
-    assert Lane(SHAPE, num_rows=2, length=4, max_new_tokens=4).fits(12), "short ones always do"
+    assert lane.response_fits(100) and lane.response_fits(80) and lane.response_fits(120)
+    assert not lane.response_fits(60) and not lane.response_fits(160)
+    assert Lane(SHAPE, num_rows=2, length=4, max_new_tokens=4).response_fits(12), "short ones always do"
 
 
 def test_window_hides_what_is_too_old() -> None:
     lane = Lane(SHAPE, num_rows=2, length=5, max_new_tokens=4)
     lane.join([1], 5)
     for layer in range(2):
-        lane.enter(layer, slice(0, 1), tokens(1, 5), tokens(1, 5))
-    lane.advance()
+        lane.write_tokens(layer, slice(0, 1), tokens(1, 5), tokens(1, 5))
+    lane.open_column()
     keys, _ = lane.append(0, tokens(1, 6)[None, :, -1], tokens(1, 6)[None, :, -1], 3)
     assert keys[0].equal(tokens(1, 6)[:, -3:])

@@ -22,7 +22,7 @@ def test_weights_come_back_from_several_files(tmp_path: Path) -> None:
         assert read.read_rows(name, (4, 5), 0, 4).equal(tensor)
         assert read.read_rows(name, (4, 5), 1, 3).equal(tensor[1:3])
         assert read.read_rows(name, (4, 5), 4, 4).shape == (0, 5)
-    assert read.find("other", ("w3",)) == "w3" and read.dtype("w3") == torch.float32
+    assert read.find_name("other", ("w3",)) == "w3" and read.dtype("w3") == torch.float32
 
 
 def test_wrong_shape_and_broken_file_are_named(tmp_path: Path) -> None:

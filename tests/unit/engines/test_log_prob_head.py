@@ -243,7 +243,7 @@ def test_a_model_that_changes_its_logits_is_computed_as_a_whole(tmp_path: Path, 
         num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.3,
     )  # fmt: skip
     GraniteForCausalLM(config).save_pretrained(tmp_path)
-    packed = PackedInputs.of(batch, torch.device("cpu"))
+    packed = PackedInputs.from_batch(batch, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=PACKED_ATTENTION)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     sizes, expected = batch.lengths_N.tolist(), []

@@ -44,7 +44,7 @@ def test_runs_together_hold_what_the_whole_parameter_holds(name: str, cuts: list
         for box in flat_boxes(name, parameter, GEOMETRY, start=start, stop=stop):
             target = found[box.name][box.box.slices]
             assert bool((target == -1).all()), "two boxes overlap"
-            target.copy_(box.of(flat))
+            target.copy_(box.view_of_run(flat))
     for key, whole in expected.items():
         assert found[key].equal(whole), key
 
@@ -69,5 +69,5 @@ def test_other_boxes_read_what_boxes_saved(tmp_path: Path) -> None:
     dcp.load({"model": {"a.b": target}}, checkpoint_id=tmp_path, no_dist=True)
     for part in target.parts:
         assert part.values.equal(whole[part.box.slices])
-    assert SavedTensors(tmp_path).shapes("model.") == {"a.b": (4, 3)}
+    assert SavedTensors(tmp_path).shapes_below("model.") == {"a.b": (4, 3)}
     assert SavedTensors(tmp_path).read("model.a.b").equal(whole)

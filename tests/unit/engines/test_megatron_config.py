@@ -45,11 +45,11 @@ def test_ranks_that_share_tokens_hold_the_same_part_of_a_replica() -> None:
 
 def test_ranks_of_a_replica_have_the_same_rows_and_one_lead() -> None:
     actor = ActorConfig(engine="megatron", megatron=MegatronConfig(tensor_parallel=2))
-    places = [ReplicaPlace.of(actor, rank, 4) for rank in range(4)]
+    places = [ReplicaPlace.of_rank(actor, rank, 4) for rank in range(4)]
     assert [(place.index, place.count, place.leads) for place in places] == [
         (0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False),
     ]  # fmt: skip
-    fsdp = [ReplicaPlace.of(ActorConfig(), rank, 2) for rank in range(2)]
+    fsdp = [ReplicaPlace.of_rank(ActorConfig(), rank, 2) for rank in range(2)]
     assert [(place.index, place.count, place.leads) for place in fsdp] == [(0, 2, True), (1, 2, True)]
 
 
@@ -66,12 +66,14 @@ def test_ranks_of_a_replica_have_the_same_rows_and_one_lead() -> None:
     ],
 )  # fmt: skip
 def test_rotary_settings_are_read_in_old_and_new_form(changes: dict[str, Any], expected: tuple[float, float]) -> None:
-    model = DenseModel.of(LLAMA | changes)
+    model = DenseModel.from_config(LLAMA | changes)
     assert (model.rope_base, model.rope_factor) == expected
 
 
 def test_families_differ_in_bias_and_norms() -> None:
-    families = {family: DenseModel.of(LLAMA | {"model_type": family}) for family in ("llama", "qwen2", "qwen3")}
+    families = {
+        family: DenseModel.from_config(LLAMA | {"model_type": family}) for family in ("llama", "qwen2", "qwen3")
+    }
     assert {family: (m.qkv_bias, m.qk_norm) for family, m in families.items()} == {
         "llama": (False, False), "qwen2": (True, False), "qwen3": (False, True),
     }  # fmt: skip
@@ -90,7 +92,7 @@ def test_families_differ_in_bias_and_norms() -> None:
 )  # fmt: skip
 def test_models_that_are_not_mapped_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"megatron cannot train .*set actor\.engine to fsdp"):
-        DenseModel.of(LLAMA | changes)
+        DenseModel.from_config(LLAMA | changes)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_models_that_are_not_mapped_are_refused(changes: dict[str, Any]) -> None
 )
 def test_what_does_not_divide_is_refused(division: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_division(DenseModel.of(LLAMA), MegatronConfig(**division))
+        check_division(DenseModel.from_config(LLAMA), MegatronConfig(**division))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def hf_weights(num_heads: int, num_kv_heads: int, *, bias: bool, qk_norm: bool, 
 def test_names_in_files_are_those_of_transformers(make_model_dir: Callable[..., Path], family: str, tied: bool) -> None:
     path = make_model_dir(family, tie_word_embeddings=tied)
     expected = parameter_aliases(empty_causal_lm(path, dtype=torch.float32, attention="sdpa"))
-    model = DenseModel.of(json.loads((path / "config.json").read_text()))
+    model = DenseModel.from_config(json.loads((path / "config.json").read_text()))
     geometry = MegatronGeometry(model.num_layers, 32, 4, 2, 8, 48, 13, tied=model.tied)
     assert hf_weight_names(geometry, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm) == expected
 

@@ -115,7 +115,7 @@ def test_names_that_no_weight_has_are_refused_and_old_masks_are_not() -> None:
     assert problem.startswith("holds transformer.h.*.attn.q_norm.weight, for which GPT2LMHeadModel has no weight")
 
 
-@pytest.mark.parametrize("place", ["_build", "_prove_packed"])
+@pytest.mark.parametrize("place", ["_build_model", "_prove_packed"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), SafetensorError("No space left")])
 def test_a_failure_of_the_machine_is_no_verdict(place: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:

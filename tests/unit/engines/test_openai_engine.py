@@ -134,7 +134,7 @@ def test_a_completed_stop_string_closes_the_connection_and_the_caller_cuts_what_
 
     server.answer = answer
     engine = make_engine()
-    stop = StopTokenizer(Digits).strings(["67"])
+    stop = StopTokenizer(Digits).make_stop_strings(["67"])
     (found,) = generate(engine, [GenerateRequest(0, torch.tensor([3, 4]), 0, stop=stop)])
     assert gone.wait(60)
     assert found.response_R.tolist() == [5, 6, 7, 8, 9] and not found.truncated

@@ -46,7 +46,7 @@ def test_log_probs_and_gradients_equal_those_of_single_samples(
     packed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=PACKED_ATTENTION)
 
     expected = one_by_one(plain, samples, temperature)
-    inputs = PackedInputs.of(samples, CPU, shared_prompt=shared_prompt)
+    inputs = PackedInputs.from_batch(samples, CPU, shared_prompt=shared_prompt)
     actual, entropy = response_log_probs(packed, inputs, temperature, entropy=True)
     weights = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
     (expected * weights).sum().backward()
@@ -68,13 +68,13 @@ def test_gradients_of_a_shared_prompt_equal_those_of_single_samples_in_float32(
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
     one_by_one(plain, groups, 1.0).mean().backward()
-    response_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=True), 1.0)[0].mean().backward()
+    response_log_probs(packed, PackedInputs.from_batch(groups, CPU, shared_prompt=True), 1.0)[0].mean().backward()
     expected, actual = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, packed))
     assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
 def test_a_prompt_is_computed_once_and_positions_go_on_after_it(groups: Sequences) -> None:
-    inputs = PackedInputs.of(groups, CPU, shared_prompt=True)
+    inputs = PackedInputs.from_batch(groups, CPU, shared_prompt=True)
     # The second prompt, the first one, the sample alone; then responses without their last tokens.
     assert inputs.layout.lengths == (3, 5, 6, 1, 3, 2, 2, 4)
     assert inputs.layout.prompts == (-1, -1, -1, 0, 0, 1, 1, 1)
@@ -90,12 +90,12 @@ def test_sliding_window_is_kept(make_model_dir: Callable[..., Path], groups: Seq
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
     with torch.no_grad():
-        actual, _ = response_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=shared_prompt), 1.0)
+        actual, _ = response_log_probs(packed, PackedInputs.from_batch(groups, CPU, shared_prompt=shared_prompt), 1.0)
         torch.testing.assert_close(actual, one_by_one(plain, groups, 1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_samples_are_sorted_by_length_and_responses_are_not(batch: Sequences) -> None:
-    inputs = PackedInputs.of(batch, CPU)
+    inputs = PackedInputs.from_batch(batch, CPU)
     assert inputs.layout.lengths == (4, 5, 6, 6, 6)  # without the last token of each response
     assert inputs.positions_T[:9].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     first_response = batch.tokens_T[3:7]
@@ -131,7 +131,7 @@ def test_capped_scores_are_refused() -> None:
     heads = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ConfigError, match="capped scores"):
         packed_attention(
-            torch.nn.Identity(), heads, heads, heads, None, packed_layout=PackedLayout.alone([2]), softcap=30.0
+            torch.nn.Identity(), heads, heads, heads, None, packed_layout=PackedLayout.from_lengths([2]), softcap=30.0
         )
 
 

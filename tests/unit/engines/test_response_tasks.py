@@ -73,13 +73,13 @@ def test_answer_that_comes_just_after_the_deadline_counts(
 
     with monkeypatch.context() as patched:
         patched.setattr("workers.engines.response_tasks.asyncio.run_coroutine_threadsafe", start)
-        assert tasks.run(give(0), what="an answer", timeout_s=1.0) == 7
+        assert tasks.run_coroutine(give(0), what="an answer", timeout_s=1.0) == 7
 
 
 def test_progress_ends_a_step_without_results(tasks: ResponseTasks[int]) -> None:
     gate = Gate()
     tasks.start([(0, gate.give(7))])
-    tasks.progress()
+    tasks.note_progress()
     assert tasks.step(threading.Event()) == [] and tasks.num_running == 1
     gate.open.set()
     assert collect(tasks) == [7]
@@ -122,10 +122,10 @@ def test_cancel_ends_one_and_forgets_it_and_no_other(tasks: ResponseTasks[int]) 
     gate, other = Gate(), Gate()
     tasks.start([(3, gate.give(7)), (4, other.give(8))])
     assert gate.entered.wait(60) and other.entered.wait(60)
-    tasks.cancel(3)
+    tasks.cancel_ticket(3)
     assert tasks.num_running == 1
     assert gate.cancelled.is_set() and not other.cancelled.is_set()
-    tasks.cancel(3)
+    tasks.cancel_ticket(3)
     other.open.set()
     assert collect(tasks) == [8]
 
@@ -139,15 +139,15 @@ def test_cancel_forgets_a_result_that_was_not_taken_yet(tasks: ResponseTasks[int
 
     tasks.start([(3, tell()), (4, give(8))])
     assert ended.wait(60)
-    tasks.run(give(0), what="the loop to come round", timeout_s=60)
-    tasks.cancel(3)
+    tasks.run_coroutine(give(0), what="the loop to come round", timeout_s=60)
+    tasks.cancel_ticket(3)
     assert collect(tasks) == [8]
 
 
 def test_deadline_of_a_call_names_what_was_waited_for(tasks: ResponseTasks[int]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"0.05 s for the moon"):
-        tasks.run(asyncio.sleep(60), what="the moon", timeout_s=0.05)
-    assert tasks.run(give(5), what="five", timeout_s=60) == 5
+        tasks.run_coroutine(asyncio.sleep(60), what="the moon", timeout_s=0.05)
+    assert tasks.run_coroutine(give(5), what="five", timeout_s=60) == 5
 
 
 def test_what_a_call_raises_is_not_taken_for_its_deadline(tasks: ResponseTasks[int]) -> None:
@@ -155,4 +155,4 @@ def test_what_a_call_raises_is_not_taken_for_its_deadline(tasks: ResponseTasks[i
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        tasks.run(late(), what="it", timeout_s=60)
+        tasks.run_coroutine(late(), what="it", timeout_s=60)

@@ -85,11 +85,11 @@ def test_packed_scores_are_those_of_each_sample_alone(
     path = make_reward_dir(family)
     expected = one_by_one(path, rows_of(samples))
     assert float(expected.std()) > 0.1
-    exact = RewardModel(path, dtype=torch.float64, device=CPU).scores(samples)
+    exact = RewardModel(path, dtype=torch.float64, device=CPU).score_samples(samples)
     assert exact.dtype == torch.float64 and close(exact, expected, EXACT)
-    scores = RewardModel(path, dtype=torch.float32, device=CPU).scores(samples)
+    scores = RewardModel(path, dtype=torch.float32, device=CPU).score_samples(samples)
     assert scores.dtype == torch.float32 and close(scores, expected, 1e-4)
-    rough = RewardModel(path, dtype=torch.bfloat16, device=CPU).scores(samples)
+    rough = RewardModel(path, dtype=torch.bfloat16, device=CPU).score_samples(samples)
     assert rough.dtype == torch.float32 and close(rough, expected, 0.5) and not close(rough, expected, 1e-5)
 
 
@@ -99,10 +99,10 @@ def test_score_is_read_at_the_last_token_that_is_not_padding(make_reward_dir: Ma
     path = make_reward_dir(pad_token_id=padding)
     responses = [[5, 1], [1], [5, 0, 0], [0, 1], [1, 7], []]
     prompt = [3, 4]
-    samples = Sequences.of(
+    samples = Sequences.from_turns(
         [torch.tensor(prompt)] * len(responses), [torch.tensor(response, dtype=torch.int64) for response in responses]
     )
-    scores = RewardModel(path, dtype=torch.float64, device=CPU).scores(samples)
+    scores = RewardModel(path, dtype=torch.float64, device=CPU).score_samples(samples)
     assert close(scores, one_by_one(path, rows_of(samples)), EXACT)
     ended, empty = scores[1], scores[5]
     assert bool(ended == empty) == (padding == 1)
@@ -110,9 +110,9 @@ def test_score_is_read_at_the_last_token_that_is_not_padding(make_reward_dir: Ma
 
 def test_score_does_not_depend_on_what_is_scored_with_it(make_reward_dir: MakeDir, groups: Sequences) -> None:
     model = RewardModel(make_reward_dir(), dtype=torch.float64, device=CPU)
-    together = model.scores(groups)
+    together = model.score_samples(groups)
     alone = [
-        model.scores(Sequences.of([row[:prompt]], [row[prompt:]]))
+        model.score_samples(Sequences.from_turns([row[:prompt]], [row[prompt:]]))
         for row, prompt in zip(rows_of(groups), groups.prompt_lengths, strict=True)
     ]
     assert close(together, torch.cat(alone), EXACT)
@@ -121,14 +121,14 @@ def test_score_does_not_depend_on_what_is_scored_with_it(make_reward_dir: MakeDi
 def test_tokens_that_only_the_policy_has_count_as_the_last_one(make_reward_dir: MakeDir) -> None:
     model = RewardModel(make_reward_dir(), dtype=torch.float32, device=CPU)
     prompt = torch.tensor([3, 4])
-    padded, last = (model.scores(Sequences.of([prompt], [torch.tensor([token])])) for token in (99, 12))
+    padded, last = (model.score_samples(Sequences.from_turns([prompt], [torch.tensor([token])])) for token in (99, 12))
     assert padded == last
 
 
 def test_bad_batches_are_refused(make_reward_dir: MakeDir) -> None:
     model = RewardModel(make_reward_dir(), dtype=torch.float32, device=CPU)
     with pytest.raises(BadRequest, match="begins with a drawn token"):
-        model.scores(Sequences.of([torch.tensor([], dtype=torch.int64)], [torch.tensor([3])]))
+        model.score_samples(Sequences.from_turns([torch.tensor([], dtype=torch.int64)], [torch.tensor([3])]))
 
 
 def test_models_without_such_a_head_are_refused(make_reward_dir: MakeDir, tmp_path: Path) -> None:

@@ -44,23 +44,23 @@ def test_lengths_have_the_mean_of_every_step_and_depend_on_seed_and_step_only(le
     other = lengths_of(lengths=lengths, mean_tokens=1000)
     for step in (1, 2, 9):
         rows = range((step - 1) * 64, step * 64)
-        drawn = [one.tokens(row) for row in rows]
+        drawn = [one.response_length(row) for row in rows]
         assert np.mean(drawn) == pytest.approx(1000, rel=1e-3)
-        assert drawn == [other.tokens(row) for row in rows]
-    assert lengths == "constant" or one.tokens(0) != one.tokens(64)
+        assert drawn == [other.response_length(row) for row in rows]
+    assert lengths == "constant" or one.response_length(0) != one.response_length(64)
 
 
 def test_lengths_may_be_recorded_ones(tmp_path: Path) -> None:
     recorded = tmp_path / "lengths.txt"
     recorded.write_text("1\n3\n")
     drawn = lengths_of(4, lengths="file", lengths_file=str(recorded), mean_tokens=10)
-    assert [drawn.tokens(row) for row in range(8)] == [5, 15, 5, 15, 5, 15, 5, 15]
+    assert [drawn.response_length(row) for row in range(8)] == [5, 15, 5, 15, 5, 15, 5, 15]
 
 
 def test_long_responses_are_clipped() -> None:
     free = lengths_of(4096, sigma=1.0, clip=1000.0, mean_tokens=1000)
     clipped = lengths_of(4096, sigma=1.0, clip=3.0, mean_tokens=1000)
-    assert max(map(clipped.tokens, range(4096))) < 4500 < max(map(free.tokens, range(4096)))
+    assert max(map(clipped.response_length, range(4096))) < 4500 < max(map(free.response_length, range(4096)))
 
 
 def test_responses_slow_each_other_down_by_how_many_run() -> None:
@@ -106,9 +106,9 @@ def test_responses_end_when_their_tokens_are_drawn() -> None:
 def test_what_ended_is_there_at_once_though_prompts_enter_before_it_is_asked_for() -> None:
     decoding = Decoding(lambda responses: 0.1)
     decoding.begin(0, 1.0, 0.0)
-    decoding.stall(10.0, 1.5)
+    decoding.stall_responses(10.0, 1.5)
     assert decoding.next_end == 1.0
-    assert decoding.ended(1.5) == [0]
+    assert decoding.take_ended(1.5) == [0]
 
 
 def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> None:

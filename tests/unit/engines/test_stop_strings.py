@@ -48,13 +48,13 @@ class Letters:
 
 
 def letters(*stop: str) -> StopStrings:
-    found = StopTokenizer(Letters).strings(stop)
+    found = StopTokenizer(Letters).make_stop_strings(stop)
     assert found is not None
     return found
 
 
 def of_family(family: str, *stop: str) -> StopStrings:
-    found = StopTokenizer(lambda: tokenizer(family)).strings(stop)
+    found = StopTokenizer(lambda: tokenizer(family)).make_stop_strings(stop)
     assert found is not None
     return found
 
@@ -79,7 +79,7 @@ def test_the_string_that_is_complete_first_ends_it_and_of_two_in_one_token_the_o
 
 def test_a_string_that_is_not_there_ends_nothing() -> None:
     assert letters("cb").stopped([0, 1, 2, 3]) is None
-    assert StopTokenizer(Letters).strings(()) is None
+    assert StopTokenizer(Letters).make_stop_strings(()) is None
 
 
 def test_a_string_inside_a_tool_call_ends_it_there() -> None:
@@ -246,7 +246,7 @@ def vllm_response(monkeypatch: pytest.MonkeyPatch, stop: StopStrings | None, swa
         monkeypatch.setattr(sys.modules[names[-1]], error, type(error, (Exception,), {}), raising=False)
     engine = VllmEngine.__new__(VllmEngine)
     made: Any = engine
-    made._begun_load, made._tasks = 1, SimpleNamespace(progress=lambda: None)
+    made._begun_load, made._tasks = 1, SimpleNamespace(note_progress=lambda: None)
     made._parameters = lambda request: None
     made._llm = Vllm([0, 1, 2, 3, 4, 5, 6, 7], engine, swap_after)
     return asyncio.run(engine._generate(of_letters(0, stop), 1)), made._llm
@@ -274,6 +274,6 @@ def test_vllm_without_strings_is_left_to_its_end(monkeypatch: pytest.MonkeyPatch
 
 def test_the_quickstarts_tokenizer_finds_strings_of_its_letters() -> None:
     model = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
-    strings = StopTokenizer(lambda: load_tokenizer(model)).strings(["*6"])
+    strings = StopTokenizer(lambda: load_tokenizer(model)).make_stop_strings(["*6"])
     ids = load_tokenizer(model).encode("<call>37*64<eos>", add_special_tokens=False)
     assert strings is not None and strings.stopped(ids) == Stopped("*6", 5, ids[:3])

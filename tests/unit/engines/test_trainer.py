@@ -25,7 +25,7 @@ from workers.rows.packed_rows import Sequences, sample_columns, samples_of, sequ
 from workers.settings.dataflow import SAMPLE_COLUMNS
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.step_trainer import Trainer, open_loader, policy_learner
+from workers.trainer.step_trainer import StepTrainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -84,17 +84,17 @@ def make_trainer(
     *,
     role: CountingRole | None = None,
     run_dir: Path = Path("nowhere"),
-) -> Trainer:
+) -> StepTrainer:
     context: Any = SimpleNamespace(
-        config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
+        config=config, device=CPU, timeline=NoTimeline(), report_state=lambda *_, **__: None,
         job=SimpleNamespace(lineage=0), elapsed_s=0.0,
-        progress=lambda: None, run_dir=run_dir,
+        report_progress=lambda: None, run_dir=run_dir,
     )  # fmt: skip
     tasks = ["compute_advantages_and_returns"]
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
         tasks.insert(0, "actor_log_probs")
     stub: Any = loader
-    return Trainer(
+    return StepTrainer(
         context,
         (policy_learner(config, engine),),
         stub,
@@ -135,7 +135,7 @@ def assigned(config: RunConfig, pass_number: int) -> list[list[int]]:
     count = config.actor.num_mini_batches
     seed = f"{config.seed}/{STEP}/{pass_number}"
     assigner = MiniBatchAssigner(num_mini_batches=count, size=GROUPS * SIZE // count, seed=seed)
-    numbers = [assigner.assign(SIZE) for _ in range(GROUPS)]
+    numbers = [assigner.assign_round(SIZE) for _ in range(GROUPS)]
     return [[position for position in range(GROUPS) if numbers[position] == number] for number in range(count)]
 
 
@@ -151,7 +151,7 @@ def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
     assert [update.loss for update in record.policy.made] == pytest.approx(losses, rel=1e-4, abs=1e-6)
-    metrics = record.totals.metrics() | record.training_metrics()
+    metrics = record.totals.to_metrics() | record.training_metrics()
     assert (metrics["num_updates"], metrics["samples"], metrics["reward_mean"]) == (4, GROUPS * SIZE, 0.5)
     assert metrics["masked_fraction"] == pytest.approx(1 / 8)
     assert len(record.ledger) == GROUPS
@@ -165,7 +165,7 @@ def conversations(rounds: Sequence[PackedBatch]) -> list[PackedBatch]:
         for row, mask in zip(batch["tokens"].rows(), batch["response_mask"].rows(), strict=True):
             prompt, drawn = row[mask == 0], row[mask == 1]
             samples = [(prompt, drawn[:1]), (torch.cat([prompt, torch.tensor([3])]), drawn[1:])]
-            one = Sequences.of([begin for begin, _ in samples], [rest for _, rest in samples])
+            one = Sequences.from_turns([begin for begin, _ in samples], [rest for _, rest in samples])
             tokens.append(one.tokens_T)
             lengths.append(one.lengths_N)
             masks.append(one.response_mask_T)
@@ -204,7 +204,7 @@ def test_a_second_pass_meets_the_clip() -> None:
         engine = load_train_engine(config, device=CPU)
         record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
         assert record is not None and len(record.policy.made) == passes
-        assert (record.totals.metrics()["clip_fraction"] > 0) == clips
+        assert (record.totals.to_metrics()["clip_fraction"] > 0) == clips
 
 
 @pytest.mark.parametrize("updates", [1, 2])

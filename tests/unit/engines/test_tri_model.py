@@ -46,7 +46,7 @@ def trained(config: RunConfig, steps: dict[int, Sequence[int]]) -> tuple[TrainEn
         loader.round_partition = step
         record = trainer.train(step)
         assert record is not None
-        metrics.append(record.totals.metrics() | record.training_metrics())
+        metrics.append(record.totals.to_metrics() | record.training_metrics())
     return engine, metrics
 
 

@@ -164,7 +164,7 @@ class Paced(VllmEngine):
 
     def step(self, wake: threading.Event) -> list[Generation]:
         if self.num_running:
-            self._tasks.run(self._llm.tick(), what="a token", timeout_s=60)
+            self._tasks.run_coroutine(self._llm.tick(), what="a token", timeout_s=60)
         return super().step(SET)
 
 
@@ -331,7 +331,7 @@ def test_a_stop_string_ends_a_response(model_dir: Path, sampling: SamplingConfig
         request = GenerateRequest(0, torch.tensor([3, 4]), seed=3)
         responses = []
         for stop in (None, StopTokenizer(Letters)):
-            strings = stop and stop.strings([chr(97 + int(responses[0].response_R[1]))])
+            strings = stop and stop.make_stop_strings([chr(97 + int(responses[0].response_R[1]))])
             engine.submit([GenerateRequest(request.index, request.prompt_P, request.seed, stop=strings)])
             while not (found := engine.step(SET)):
                 pass

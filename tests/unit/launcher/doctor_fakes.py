@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.doctor.findings import Check, Facts, Needs, Rule, error, warning
+from launcher.doctor.findings import Facts, MachineCheck, Needs, Rule, error, warning
 
 PLACE = "ASYNCFLOW_TEST_PLACE"
 """Environment variable: a directory where checks leave word of what they do."""
@@ -65,14 +65,14 @@ def chatter(needs: Needs) -> Facts:
 _LONG_S, _SHORT_S = 60.0, 10.0
 
 
-def _check(name: str, look: Callable[[Needs], Facts], if_hanging: str = "-", *rules: Rule) -> Check:
-    return Check(name, look, rules, "seen by {pid}, for {num_nodes} nodes", _LONG_S, if_hanging)
+def _check(name: str, look: Callable[[Needs], Facts], if_hanging: str = "-", *rules: Rule) -> MachineCheck:
+    return MachineCheck(name, look, rules, "seen by {pid}, for {num_nodes} nodes", _LONG_S, if_hanging)
 
 
 FINE = _check("fine", see)
 ALSO_FINE = _check("also fine", see)
-HANG = Check("hang", hang, (), "-", _SHORT_S, "unplug it")
-STUBBORN = Check("stubborn", stubborn, (), "-", _SHORT_S, "unplug it")
+HANG = MachineCheck("hang", hang, (), "-", _SHORT_S, "unplug it")
+STUBBORN = MachineCheck("stubborn", stubborn, (), "-", _SHORT_S, "unplug it")
 CRASH = _check("crash", crash, "another driver")
 LEAVE = _check("leave", leave, "another library")
 FAIL = _check("fail", fail)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.checkpoint_files import CheckpointMeta, FileEntry, describe
-from launcher.verify.records import Prompts, Readers
+from launcher.verify.records import ExpectedPrompts, Readers
 from tq.refill import Refill, RemovalCause
 from workers.admission.admission_state import AdmissionState
 from workers.records.ledger_file import Ledger
@@ -30,8 +30,8 @@ def prompt_of(group: int) -> tuple[int, str]:
 def fake_readers(*, queue: Mapping[int, str] | None = None) -> Readers:
     """Return readers of what `MadeRun` writes."""
 
-    def prompts(config: RunConfig, ledger: Ledger) -> Prompts:
-        return Prompts({line.group: prompt_of(line.group) for _, line in ledger.trained})
+    def prompts(config: RunConfig, ledger: Ledger) -> ExpectedPrompts:
+        return ExpectedPrompts({line.group: prompt_of(line.group) for _, line in ledger.trained})
 
     return Readers(
         saved_updates=lambda path: int((path / "updates").read_text()),
@@ -72,7 +72,7 @@ class MadeRun:
         open_groups: dict[int, int] = {}
         unwritten: list[Refill] = []
         for step in range(self.completed + 1, self.completed + num_steps + 1):
-            for admitted in state.admissible():
+            for admitted in state.admit_steps():
                 open_groups.update(dict.fromkeys((one.group for one in state.groups_of(admitted)), admitted))
             while self.chance.random() < 0.2:
                 refill = self._dead_letter(state, open_groups, step)
@@ -80,7 +80,7 @@ class MadeRun:
             groups = self._choose(step, open_groups)
             self._train(step, {group: open_groups.pop(group) for group in groups}, unwritten)
             unwritten = []
-            state.published(step)
+            state.note_published(step)
             if self.chance.random() < 0.3:
                 self.save()
 
@@ -129,10 +129,10 @@ class MadeRun:
         group = self.chance.choice(candidates)
         filtered = self.chance.random() < 0.6
         cause = RemovalCause("rewards", filtered=True) if filtered else RemovalCause("rewards", 5)
-        admitted = state.refill(open_groups[group], group, cause)
+        admitted = state.refill_group(open_groups[group], group, cause)
         assert admitted is not None
         open_groups[admitted.group] = open_groups.pop(group)
-        return state.refills()[-1]
+        return state.list_refills()[-1]
 
     def _choose(self, step: int, open_groups: Mapping[int, int]) -> list[int]:
         batch = self.schedule.rollout_batch_size

@@ -61,4 +61,4 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def train_work(config: RunConfig, role: str = "actor") -> Work:
-    return cost_model(config).times().train[role]
+    return cost_model(config).estimate_times().train[role]

@@ -11,7 +11,7 @@ import pytest
 from asyncflow.job import GangSpec
 from launcher.plan.scenario import Scenario, Times
 from launcher.plan.world import Simulated, simulate
-from launcher.run.advice import Advice, Advisor, Load, better_split
+from launcher.run.advice import Advice, Advisor, RoleLoad, better_split
 from launcher.run.rundir import write_plan
 from workers.settings.run import RunConfig
 
@@ -19,9 +19,9 @@ EVERY = range(1, 25)
 DIVISORS = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
-def loads(rollout: tuple[int, float], actor: tuple[int, float], ref: tuple[int, float]) -> dict[str, Load]:
+def loads(rollout: tuple[int, float], actor: tuple[int, float], ref: tuple[int, float]) -> dict[str, RoleLoad]:
     """Ranks and busy shares; 24 groups a step."""
-    return {"rollout": Load(*rollout, EVERY), "actor": Load(*actor, DIVISORS), "ref": Load(*ref, EVERY)}
+    return {"rollout": RoleLoad(*rollout, EVERY), "actor": RoleLoad(*actor, DIVISORS), "ref": RoleLoad(*ref, EVERY)}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def loads(rollout: tuple[int, float], actor: tuple[int, float], ref: tuple[int, 
     ],
     ids=["rollout-bound", "trainer-bound", "reference-bound"],
 )
-def test_ranks_go_where_the_work_is(busy: Mapping[str, Load], split: dict[str, int], split_s: float) -> None:
+def test_ranks_go_where_the_work_is(busy: Mapping[str, RoleLoad], split: dict[str, int], split_s: float) -> None:
     found, found_s = better_split(busy, step_s=10.0, in_turns=False)
     assert found is not None
     assert sum(found.values()) == 12 and found["actor"] in DIVISORS
@@ -46,10 +46,10 @@ def test_ranks_go_where_the_work_is(busy: Mapping[str, Load], split: dict[str, i
     [
         loads((8, 0.97), (3, 0.95), (1, 0.94)),
         loads((8, 0.90), (3, 0.99), (1, 0.40)),  # the actor's next size is 4, and then the rollout limits as much
-        {"rollout": Load(8, 0.97, (8, 16)), "actor": Load(4, 0.5, (4, 8))},  # an instance is eight ranks
+        {"rollout": RoleLoad(8, 0.97, (8, 16)), "actor": RoleLoad(4, 0.5, (4, 8))},  # an instance is eight ranks
     ],
 )
-def test_no_split_is_better_where_all_are_busy_or_none_can_grow(busy: Mapping[str, Load]) -> None:
+def test_no_split_is_better_where_all_are_busy_or_none_can_grow(busy: Mapping[str, RoleLoad]) -> None:
     assert better_split(busy, step_s=10.0, in_turns=False) == (None, 10.0)
 
 
@@ -62,7 +62,7 @@ def test_what_the_busiest_role_waits_is_not_saved() -> None:
 
 def test_roles_that_take_turns_share_a_step() -> None:
     split, split_s = better_split(
-        {"rollout": Load(6, 0.2, EVERY), "actor": Load(2, 0.8, DIVISORS)}, step_s=10.0, in_turns=True
+        {"rollout": RoleLoad(6, 0.2, EVERY), "actor": RoleLoad(2, 0.8, DIVISORS)}, step_s=10.0, in_turns=True
     )
     assert split == {"rollout": 4, "actor": 4}
     assert split_s == pytest.approx(10.0 * 0.2 * 6 / 4 + 10.0 * 0.8 * 2 / 4)
@@ -94,7 +94,7 @@ def config_of(**changed: Any) -> RunConfig:
 
 
 def ran(config: RunConfig) -> Simulated:
-    return simulate(Scenario.of(config, Times.of_sim(config, prompt_tokens=0)), steps=config.steps)
+    return simulate(Scenario.from_config(config, Times.of_sim(config, prompt_tokens=0)), steps=config.steps)
 
 
 def lines_of(idle: Mapping[str, float], *, step_s: float = 5.0, first: int = 1, last: int = 10) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def lines_of(idle: Mapping[str, float], *, step_s: float = 5.0, first: int = 1, 
 
 
 def advice_of(config: RunConfig, idle: Mapping[str, float], **changed: Any) -> Advice:
-    advice = Advisor(config, (), NOWHERE).look(lines_of(idle, **changed))
+    advice = Advisor(config, (), NOWHERE).update_advice(lines_of(idle, **changed))
     assert advice is not None
     return advice
 
@@ -131,7 +131,7 @@ def test_the_line_names_the_step_who_limits_and_what_to_type() -> None:
     )
     balanced = advice_of(config_of(), {"rollout": 0.03, "actor": 0.05, "ref": 0.05})
     assert balanced.text.endswith("no split of the 12 devices is better by 5 %")
-    assert balanced.summary()["split"] is None and balanced.summary()["limits"] == "rollout"
+    assert balanced.to_summary()["split"] is None and balanced.to_summary()["limits"] == "rollout"
 
 
 def test_roles_without_a_device_are_no_part_of_a_split_and_stay_in_the_line() -> None:
@@ -148,7 +148,7 @@ def test_engines_that_share_the_cores_of_a_host_get_no_split() -> None:
         ref={"engine": "fsdp"},
     )  # fmt: skip
     gangs = (GangSpec("actor", "actor", 0, 6, ("cpu",) * 6),)
-    advice = Advisor(config, gangs, NOWHERE).look(lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8}))
+    advice = Advisor(config, gangs, NOWHERE).update_advice(lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8}))
     assert advice is not None and advice.split is None and advice.predicted_s is None
     assert "rollout limits" not in advice.text and "share the cores" in advice.text
 
@@ -160,12 +160,12 @@ def test_what_was_planned_is_compared_with_what_is_measured_whatever_the_engines
     )  # fmt: skip
     lines = lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8})
     write_plan(tmp_path, {"roles": config.roles, "step_s": 4.0})
-    advice = Advisor(config, (), tmp_path).look(lines)
+    advice = Advisor(config, (), tmp_path).update_advice(lines)
     assert advice is not None and "5 s each, 4 s predicted" in advice.text
     others: list[dict[str, Any]] = [{"roles": {"rollout": 1}, "step_s": 4.0}, {}, {"roles": config.roles}]
     for other in others:
         write_plan(tmp_path, other)
-        advice = Advisor(config, (), tmp_path).look(lines)
+        advice = Advisor(config, (), tmp_path).update_advice(lines)
         assert advice is not None and advice.predicted_s is None
 
 
@@ -176,20 +176,20 @@ def test_a_copy_of_several_ranks_grows_as_a_whole() -> None:
         actor={"engine": "fsdp", "micro_batch_size": 4},
     )  # fmt: skip
     gangs = (GangSpec("actor", "actor", 0, 1, ("cuda:0",)), GangSpec("controller-0", "controller", 0, 1, ("cpu",)))
-    advice = Advisor(config, gangs, NOWHERE).look(lines_of({"rollout": 0.0, "actor": 0.8, "ref": 0.9}))
+    advice = Advisor(config, gangs, NOWHERE).update_advice(lines_of({"rollout": 0.0, "actor": 0.8, "ref": 0.9}))
     assert advice is not None and advice.split == {"rollout": 12, "actor": 2, "ref": 2}
 
 
 def test_advice_waits_for_steps_and_begins_anew_after_a_restore() -> None:
     idle = {"rollout": 0.0, "actor": 0.7, "ref": 0.8}
     advisor = Advisor(config_of(), (), NOWHERE)
-    assert advisor.look(lines_of(idle, last=6)) is None
-    first = advisor.look(lines_of(idle, first=7, last=7))
+    assert advisor.update_advice(lines_of(idle, last=6)) is None
+    first = advisor.update_advice(lines_of(idle, first=7, last=7))
     assert first is not None and first.first_step == 3
-    assert advisor.look([]) is first
-    again = advisor.look(lines_of({"rollout": 0.5, "actor": 0.0, "ref": 0.8}, first=4, last=12))
+    assert advisor.update_advice([]) is first
+    again = advisor.update_advice(lines_of({"rollout": 0.5, "actor": 0.0, "ref": 0.8}, first=4, last=12))
     assert again is not None and (again.first_step, again.limits) == (6, "actor")
-    assert Advisor(config_of(), (), NOWHERE).look(lines_of(idle, step_s=1.0)) is None  # eight seconds
+    assert Advisor(config_of(), (), NOWHERE).update_advice(lines_of(idle, step_s=1.0)) is None  # eight seconds
 
 
 def test_the_log_has_a_line_when_the_advice_changes_and_at_most_one_in_twenty_steps(
@@ -200,7 +200,7 @@ def test_the_log_has_a_line_when_the_advice_changes_and_at_most_one_in_twenty_st
     for step in range(1, 61):
         limits = "actor" if step >= 30 else "rollout"
         idle = {"rollout": 0.6, "actor": 0.6, "ref": 0.8} | {limits: 0.0}
-        advisor.look(lines_of(idle, first=step, last=step))
+        advisor.update_advice(lines_of(idle, first=step, last=step))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3  # rollout; while both are in the window; actor
     assert said[0].startswith("advice: steps 3 to 7") and "rollout limits" in said[0]

@@ -457,7 +457,7 @@ def test_resume_of_a_live_run_is_refused(write_config: WriteConfig, tmp_path: Pa
     from asyncflow.job import Job
 
     live = make_run(tmp_path / "live", write_config(), 1)
-    Job("127.0.0.1", 1, "00", os.getpid(), (), 0, "", 2, time.time(), HostClock.measure()).save(live)
+    Job("127.0.0.1", 1, "00", os.getpid(), (), 0, "", 2, time.time(), HostClock.from_wall_clock()).save(live)
     assert f"still running (launcher process {os.getpid()})" in refuse(tmp_path, "--resume", live)
 
 

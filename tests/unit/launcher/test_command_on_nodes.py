@@ -75,21 +75,21 @@ def test_all_launchers_meet_in_the_same_directory(
     monkeypatch.chdir(tmp_path)
     place = NodePlace(2, 1, job_id="17")
     request = Request(config=str(write_config()), run_dir=run_dir, resume=resume, place=place)
-    assert request.follow().run_dir == tmp_path / found
+    assert request.accept_node().run_dir == tmp_path / found
 
 
 def test_node_that_cannot_take_part_has_a_complaint_for_node_0(write_config: WriteConfig, tmp_path: Path) -> None:
     place = NodePlace(2, 1)
     source = write_config(model={"path": "elsewhere"})
-    node = Request(config=str(source), run_dir=str(tmp_path / "run"), place=place).follow()
+    node = Request(config=str(source), run_dir=str(tmp_path / "run"), place=place).accept_node()
     assert "model.path: 'elsewhere' does not exist" in node.complaint
-    node = Request(resume="latest", run_dir=str(tmp_path / "run"), place=place).follow()
+    node = Request(resume="latest", run_dir=str(tmp_path / "run"), place=place).accept_node()
     assert "config.yaml" in node.complaint
 
 
 def test_node_that_can_take_part_says_what_it_has(write_config: WriteConfig, tmp_path: Path) -> None:
     request = Request(config=str(write_config()), run_dir=str(tmp_path / "run"), place=NodePlace(2, 1))
-    node = request.follow()
+    node = request.accept_node()
     assert (node.complaint, node.devices, node.settings.device) == ("", Devices("cpu"), "cpu")
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,19 @@ from asyncflow.errors import size_text
 from asyncflow.extras import pip_line
 from launcher.doctor import device_check, devices, disk, doctor_child, network, software
 from launcher.doctor.disk import Allowance, FileSystem, Mount, file_system_of, memory_allowance, process_allowance
-from launcher.doctor.findings import Check, Facts, Finding, Level, Needs, Rule, Size, as_json, failed, reason, summary
+from launcher.doctor.findings import (
+    Facts,
+    Finding,
+    Level,
+    MachineCheck,
+    Needs,
+    Rule,
+    Size,
+    as_json,
+    failed,
+    reason,
+    summary,
+)
 from launcher.doctor.network import Interface
 
 GB, GIB = 10**9, 2**30
@@ -130,7 +142,7 @@ IN_PYTHON = {"redis": SimpleNamespace(), "mooncake": SimpleNamespace(), "mooncak
 class Plant:
     """What a check finds where some of what it reads is replaced."""
 
-    check: Check
+    check: MachineCheck
     needs: Needs
     replaced: Mapping[str, Any]
     level: Level
@@ -157,7 +169,7 @@ class Plant:
         return self.check.look(self.needs)
 
 
-def plants(check: Check, *rows: tuple[Any, ...]) -> list[Plant]:
+def plants(check: MachineCheck, *rows: tuple[Any, ...]) -> list[Plant]:
     return [Plant(check, *row) for row in rows]
 
 
@@ -358,7 +370,7 @@ def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     assert "secret" not in finding.text + finding.remedy
 
 
-def checked(name: str) -> Check:
+def checked(name: str) -> MachineCheck:
     return next(check for check in device_check.CHECKS if check.name == name)
 
 
@@ -636,7 +648,7 @@ def test_a_machine_alone_has_the_default_place() -> None:
 
 
 @pytest.mark.parametrize("checks", [doctor_child.CHECKS, device_check.CHECKS])
-def test_every_check_has_a_name_of_its_own_a_deadline_and_a_remedy(checks: tuple[Check, ...]) -> None:
+def test_every_check_has_a_name_of_its_own_a_deadline_and_a_remedy(checks: tuple[MachineCheck, ...]) -> None:
     assert len({check.name for check in checks}) == len(checks)
     assert all(check.deadline_s > 0 and check.if_hanging for check in checks)
 

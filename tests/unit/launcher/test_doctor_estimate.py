@@ -201,7 +201,7 @@ def test_needs_are_split_over_nodes(tmp_path: Path) -> None:
 
 
 def test_parts_that_are_empty_are_not_named(write_config: WriteConfig) -> None:
-    accepted = Request(str(write_config())).accept()
+    accepted = Request(str(write_config())).accept_run()
     assert "broadcasts" not in needs_of(accepted, model_bytes=0, num_nodes=1).memory_parts
 
 

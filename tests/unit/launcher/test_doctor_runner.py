@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks import proof_cache as model_proof
-from launcher.doctor.findings import RESOLVE, Check, Finding, Level, Order
+from launcher.doctor.findings import RESOLVE, Finding, Level, MachineCheck, Order
 from launcher.doctor.runner import examine
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*checks: Check, order: Order = FAKES) -> list[Finding]:
+def run(*checks: MachineCheck, order: Order = FAKES) -> list[Finding]:
     """All findings but the one about the configuration."""
     first, *others = examine(order, checks)
     assert first.check == RESOLVE
@@ -55,7 +55,7 @@ def test_what_libraries_print_is_not_shown(capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [HANG, STUBBORN])
-def test_a_check_that_hangs_costs_one_finding_and_leaves_nothing(check: Check, place: Path) -> None:
+def test_a_check_that_hangs_costs_one_finding_and_leaves_nothing(check: MachineCheck, place: Path) -> None:
     before, hanging, after = run(FINE, check, ALSO_FINE)
     assert hanging == Finding(check.name, Level.ERROR, f"timed out after {check.deadline_s:g} s", "unplug it")
     assert before.text != after.text  # another process

@@ -23,32 +23,32 @@ def test_gang_knows_its_ranks_on_each_node() -> None:
 
 def test_gang_ends_well_when_all_parts_did() -> None:
     parts = GangParts(ACTOR)
-    assert parts.exited(2, GangExited("actor", 0, at=1.0)) == []
-    assert parts.exited(0, GangExited("actor", 0, at=2.0)) == []
-    assert parts.exited(1, GangExited("actor", 0, at=3.0)) == [GangExited("actor", 0, at=3.0)]
+    assert parts.part_exited(2, GangExited("actor", 0, at=1.0)) == []
+    assert parts.part_exited(0, GangExited("actor", 0, at=2.0)) == []
+    assert parts.part_exited(1, GangExited("actor", 0, at=3.0)) == [GangExited("actor", 0, at=3.0)]
 
 
 def test_first_failure_kills_the_other_parts_and_is_the_reason() -> None:
     parts = GangParts(ACTOR)
     cause = GangExited("actor", 1, "ValueError: no", rank=3, at=5.0, final=True)
-    assert parts.exited(1, cause) == [KillPart(0), KillPart(2)]
-    assert parts.exited(0, GangExited("actor", KILLED, "ended by SIGKILL", rank=0, at=5.1)) == []
-    assert parts.exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
+    assert parts.part_exited(1, cause) == [KillPart(0), KillPart(2)]
+    assert parts.part_exited(0, GangExited("actor", KILLED, "ended by SIGKILL", rank=0, at=5.1)) == []
+    assert parts.part_exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
 
 
 def test_signal_that_nobody_here_sent_comes_before_what_it_led_to() -> None:
     parts = GangParts(ACTOR)
     lost_peer = GangExited("actor", 1, "RuntimeError: connection reset", rank=0, at=5.0)
-    assert parts.exited(0, lost_peer) == [KillPart(1), KillPart(2)]
+    assert parts.part_exited(0, lost_peer) == [KillPart(1), KillPart(2)]
     cause = GangExited("actor", -signal.SIGSEGV, "ended by SIGSEGV", rank=2, at=5.1)
-    assert parts.exited(1, cause) == []
-    assert parts.exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
+    assert parts.part_exited(1, cause) == []
+    assert parts.part_exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
 
 
 def test_deadline_of_any_part_is_worth_the_stacks_of_all() -> None:
     parts = GangParts(GangSpec("actor", "actor", 0, 2, ("cpu",) * 2, (0, 1)))
-    assert parts.exited(0, GangExited("actor", -signal.SIGSEGV, "ended by SIGSEGV", at=5.0)) == [KillPart(1)]
-    (merged,) = parts.exited(1, GangExited("actor", 1, "nobody came", rank=1, at=4.0, deadline=True))
+    assert parts.part_exited(0, GangExited("actor", -signal.SIGSEGV, "ended by SIGSEGV", at=5.0)) == [KillPart(1)]
+    (merged,) = parts.part_exited(1, GangExited("actor", 1, "nobody came", rank=1, at=4.0, deadline=True))
     assert merged == GangExited("actor", -signal.SIGSEGV, "ended by SIGSEGV", at=5.0, deadline=True)
 
 
@@ -57,13 +57,13 @@ def test_killed_gang_ends_as_killed() -> None:
     assert parts.kill() == [KillPart(0), KillPart(1), KillPart(2)]
     assert parts.kill() == []
     ends = [GangExited("actor", KILLED, "ended by SIGKILL", rank=2 * node, at=float(node)) for node in range(3)]
-    assert [parts.exited(node, end) for node, end in enumerate(ends)] == [[], [], [ends[0]]]
+    assert [parts.part_exited(node, end) for node, end in enumerate(ends)] == [[], [], [ends[0]]]
 
 
 def test_part_that_ended_twice_counts_once() -> None:
     parts = GangParts(GangSpec("actor", "actor", 0, 2, ("cpu",) * 2, (0, 1)))
-    assert parts.exited(0, GangExited("actor", 0)) == []
-    assert parts.exited(0, GangExited("actor", 1, "again")) == []
+    assert parts.part_exited(0, GangExited("actor", 0)) == []
+    assert parts.part_exited(0, GangExited("actor", 1, "again")) == []
 
 
 class FakeHost:
@@ -89,7 +89,7 @@ def test_all_hosts_are_one_host_to_the_launcher() -> None:
     ended: list[GangExited] = []
     hosts = [FakeHost(), FakeHost(), FakeHost()]
     everywhere = AllHosts(ended.append)
-    everywhere.add(dict(enumerate(hosts)))
+    everywhere.add_hosts(dict(enumerate(hosts)))
     everywhere.kill("actor")
     everywhere.start(ACTOR, 0)
     everywhere.start(GangSpec("ref-0", "ref", 0, 1, ("cpu",), (1,)), 2)

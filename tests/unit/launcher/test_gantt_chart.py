@@ -23,7 +23,7 @@ SPANS = {
 
 def chart_of(spans: dict[str, list[Span]], step_ends: Sequence[float] = (0, 10), title: str = "a run") -> GanttChart:
     timeline = RunTimeline(spans, dict(enumerate(step_ends)), {})
-    return GanttChart.of(timeline, timeline.account(), title=title)
+    return GanttChart.from_timeline(timeline, timeline.account_by_role(), title=title)
 
 
 def run_of(num_rollouts: int, num_steps: int) -> GanttChart:
@@ -71,12 +71,12 @@ def test_legend_has_what_is_shown() -> None:
 @pytest.mark.parametrize(("num_steps", "first"), [(1, [1]), (10, [1, 2, 3]), (300, [20, 40, 60])])
 def test_step_numbers_do_not_crowd(num_steps: int, first: list[int]) -> None:
     chart = run_of(1, num_steps)
-    numbers = chart.numbers(at_most=40)
+    numbers = chart.step_numbers(at_most=40)
     assert [step for step, _ in numbers][:3] == first
     gaps = [after - before for (_, before), (_, after) in itertools.pairwise(numbers)]
     assert all(gap >= num_steps / 40 for gap in gaps)
-    assert len(chart.lines(at_most=100)) <= 101
-    assert len(chart.ticks(at_most=10)) <= 11
+    assert len(chart.step_lines(at_most=100)) <= 101
+    assert len(chart.time_ticks(at_most=10)) <= 11
 
 
 def test_page_is_well_formed_and_escapes_names() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.loggers.backends import Histogram, Logger
-from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures
+from launcher.loggers.feed import SHOW_EVERY_S, Feed, LoggerProgress, figures
 from tests.support.logged_runs import add_sample, add_steps, append, go_back
 
 
@@ -52,7 +52,7 @@ def run_dir(tmp_path: Path) -> Path:
 def feed_of(run_dir: Path, logger: Logger) -> Feed:
     """Return the feed of a process that has just started."""
     path = run_dir / "loggers" / "my.json"
-    return Feed(run_dir, logger, Progress.load(path), path)
+    return Feed(run_dir, logger, LoggerProgress.load(path), path)
 
 
 def evaluate(run_dir: Path, step: int, lineage: int = 0) -> None:
@@ -154,5 +154,5 @@ def test_progress_that_is_damaged_is_one_line(tmp_path: Path, text: str) -> None
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"{path}: .*; restore it, or remove it to log the run anew") as caught:
-        Progress.load(path)
+        LoggerProgress.load(path)
     assert "\n" not in str(caught.value)

@@ -21,15 +21,15 @@ def hello(rank: int = 1, **changes: Any) -> Hello:
 
 def test_run_begins_when_all_are_ready() -> None:
     members = Membership(3, CPU, "1.0")
-    assert members.missing() == [1, 2]
+    assert members.missing_nodes() == [1, 2]
     for rank in (2, 1):
         assert not members.is_complete()
-        assert members.hello(f"{rank}.a", hello(rank)) == Welcome()
+        assert members.answer_hello(f"{rank}.a", hello(rank)) == Welcome()
         assert members.ready(f"{rank}.a", msgspec.structs.replace(READY, ahead_s=0.0))
     assert members.is_complete()
-    assert members.nodes() == [Node(k, f"host-{k}", f"10.0.0.{k}", HostClock("boot", 12.5)) for k in (1, 2)]
+    assert members.ready_nodes() == [Node(k, f"host-{k}", f"10.0.0.{k}", HostClock("boot", 12.5)) for k in (1, 2)]
     assert [members.token(rank) for rank in (1, 2)] == ["1.a", "2.a"]
-    assert members.warnings() == []
+    assert members.clock_warnings() == []
     assert members.obstacle == ""
 
 
@@ -50,28 +50,28 @@ def test_run_begins_when_all_are_ready() -> None:
 )
 def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[str, Any], obstacle: str) -> None:
     members = Membership(3, CPU | {1: DevicesUsed("npu", 8)}, "1.0")
-    answer = members.hello("1.a", hello(1, **({"device": "npu", "num_devices": 8} | changes)))
+    answer = members.answer_hello("1.a", hello(1, **({"device": "npu", "num_devices": 8} | changes)))
     assert isinstance(answer, Refuse)
     assert not answer.later
     assert answer.reason.startswith(f"node 1 (host-1): {obstacle}")
     assert members.obstacle == answer.reason
-    members.hello("2.a", hello(2, complaint="another"))
+    members.answer_hello("2.a", hello(2, complaint="another"))
     assert members.obstacle == answer.reason
 
 
 def test_node_with_more_devices_than_are_used_is_welcome() -> None:
     members = Membership(3, CPU | {1: DevicesUsed("npu", 3)}, "1.0")
-    assert members.hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()
-    assert members.hello("2.a", hello(2, device="npu", num_devices=8)) == Welcome()
+    assert members.answer_hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()
+    assert members.answer_hello("2.a", hello(2, device="npu", num_devices=8)) == Welcome()
 
 
 def test_second_launcher_with_the_same_number_may_ask_later() -> None:
     members = Membership(3, CPU, "1.0")
-    members.hello("1.a", hello(1))
-    answer = members.hello("1.b", hello(1, launcher="other", host="host-7"))
+    members.answer_hello("1.a", hello(1))
+    answer = members.answer_hello("1.b", hello(1, launcher="other", host="host-7"))
     assert answer == Refuse("node 1 is already host-1; give every node its own number", True)
     assert members.obstacle == ""
-    complaint = members.complaint(300, "/runs/a")
+    complaint = members.describe_missing(300, "/runs/a")
     assert complaint.startswith("nodes 1, 2 of 3: did not join within 300 s (launcher.start_timeout_s)")
     assert "host-7 was started as node 1, too" in complaint
     assert "/runs/a" in complaint
@@ -79,10 +79,10 @@ def test_second_launcher_with_the_same_number_may_ask_later() -> None:
 
 def test_another_try_of_the_same_launcher_replaces_the_first_until_it_is_ready() -> None:
     members = Membership(3, CPU, "1.0")
-    assert members.hello("1.a", hello(1)) == members.hello("1.b", hello(1)) == Welcome()
+    assert members.answer_hello("1.a", hello(1)) == members.answer_hello("1.b", hello(1)) == Welcome()
     assert not members.ready("1.a", READY)
     assert members.ready("1.b", READY)
-    answer = members.hello("1.c", hello(1))
+    answer = members.answer_hello("1.c", hello(1))
     assert isinstance(answer, Refuse)
     assert answer.later
 
@@ -90,9 +90,9 @@ def test_another_try_of_the_same_launcher_replaces_the_first_until_it_is_ready()
 @pytest.mark.parametrize(("ahead_s", "words"), [(3.2, "3.2 s ahead of node 0's"), (-61.0, "61.0 s behind node 0's")])
 def test_wrong_clock_is_worth_a_warning(ahead_s: float, words: str) -> None:
     members = Membership(2, CPU, "1.0")
-    members.hello("1.a", hello(1, count=2))
+    members.answer_hello("1.a", hello(1, count=2))
     members.ready("1.a", Ready("boot", 0.0, ahead_s))
-    (warning,) = members.warnings()
+    (warning,) = members.clock_warnings()
     assert warning.startswith(f"node 1 (host-1): its clock is {words}")
 
 

@@ -24,7 +24,7 @@ from launcher.nodes.node_run import SIGHT_TIMEOUT_S, End, NodeFollower
 from launcher.process.run_events import GangExited, StopRequested
 
 DONE = FinishRun(0, "done")
-CLOCK = HostClock.measure()
+CLOCK = HostClock.from_wall_clock()
 GANGS = tuple(GangSpec(f"ref-{k}", "ref", k, 1, ("cpu",), (1,)) for k in range(2))
 JOB = Job("10.0.0.1", 1, "00", 2, GANGS, 0, "", 3, 4.5, CLOCK, revision=3)
 
@@ -71,7 +71,7 @@ def follow(
     for event in events:
         inbox.put(event)
     link, host = FakeLink(lost), FakeHost()
-    end = NodeFollower(1, link, host, inbox, load_job=load_job, now=now).run()
+    end = NodeFollower(1, link, host, inbox, load_job=load_job, now=now).follow_head()
     return end, host.told, link.sent
 
 
@@ -112,7 +112,7 @@ def test_last_order_counts_although_node_0_is_gone_by_then() -> None:
 
 
 def test_gang_starts_when_its_job_can_be_seen_here() -> None:
-    jobs = iter([ConfigError("no job.json"), JOB, JOB.changed()])
+    jobs = iter([ConfigError("no job.json"), JOB, JOB.with_changes()])
 
     def load_job() -> Job:
         job = next(jobs)
@@ -155,6 +155,6 @@ def test_nothing_is_left_when_a_host_fails() -> None:
     inbox.put(StartPart("ref-0", 0, 3))
     link, host = FakeLink(lambda: ""), Broken()
     with pytest.raises(RuntimeError, match="no threads left"):
-        NodeFollower(1, link, host, inbox, load_job=lambda: JOB).run()
+        NodeFollower(1, link, host, inbox, load_job=lambda: JOB).follow_head()
     assert host.told == ["close"]
     assert link.sent == [Left()]

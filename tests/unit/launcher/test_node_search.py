@@ -13,8 +13,8 @@ from asyncflow.job import Job
 from launcher.nodes.node_messages import FinishRun, Refuse
 from launcher.nodes.node_run import RunSearch
 
-OLD = Job("10.0.0.1", 1, "00", 2, (), 0, "", 3, 4.5, HostClock.measure())
-NEW = Job("10.0.0.1", 2, "11", 3, (), 0, "", 3, 4.5, HostClock.measure())
+OLD = Job("10.0.0.1", 1, "00", 2, (), 0, "", 3, 4.5, HostClock.from_wall_clock())
+NEW = Job("10.0.0.1", 2, "11", 3, (), 0, "", 3, 4.5, HostClock.from_wall_clock())
 DONE = FinishRun(0, "done")
 
 
@@ -46,7 +46,7 @@ def test_what_lies_there_of_a_run_that_is_over_is_tried_until_another_begins(tmp
     OLD.save(tmp_path)
     gone = TransportError("nobody answers")
     answers = Answers(gone, DONE, before=lambda job: NEW.save(tmp_path) if job == OLD else None)
-    assert search(tmp_path).find(answers) == DONE
+    assert search(tmp_path).find_run(answers) == DONE
     assert answers.jobs == [OLD, NEW]
 
 
@@ -62,25 +62,25 @@ def test_try_that_hangs_is_given_up_for_another_run(tmp_path: Path) -> None:
         hung.set()
         raise TransportError("given up")
 
-    assert search(tmp_path).find(join) == DONE
+    assert search(tmp_path).find_run(join) == DONE
     assert hung.wait(60)
 
 
 def test_run_that_may_let_this_node_in_later_is_asked_again(tmp_path: Path) -> None:
     NEW.save(tmp_path)
     answers = Answers(Refuse("node 1 is host-1 already", True), DONE)
-    assert search(tmp_path).find(answers) == DONE
+    assert search(tmp_path).find_run(answers) == DONE
 
 
 def test_refusal_is_the_end(tmp_path: Path) -> None:
     NEW.save(tmp_path)
     with pytest.raises(ConfigError, match="node 1: 4 devices"):
-        search(tmp_path).find(Answers(Refuse("node 1: 4 devices", False)))
+        search(tmp_path).find_run(Answers(Refuse("node 1: 4 devices", False)))
 
 
 def test_error_that_nobody_expected_does_not_end_the_search(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     NEW.save(tmp_path)
-    assert search(tmp_path).find(Answers(ZeroDivisionError(), DONE)) == DONE
+    assert search(tmp_path).find_run(Answers(ZeroDivisionError(), DONE)) == DONE
     assert "joining the run failed" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
@@ -93,7 +93,7 @@ def test_last_reason_is_said_when_no_run_lets_it_in(tmp_path: Path) -> None:
     NEW.save(tmp_path)
     gone = TransportError("node 0 does not answer at 10.0.0.1:2")
     with pytest.raises(RoleFailed, match=r"within 3 s: node 0 does not answer at 10\.0\.0\.1:2"):
-        search(tmp_path, timeout_s=3).find(Answers(*[gone] * 10_000))
+        search(tmp_path, timeout_s=3).find_run(Answers(*[gone] * 10_000))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"gangs": 1}', "{}"])
@@ -107,4 +107,4 @@ def test_stop_ends_every_wait(tmp_path: Path) -> None:
     assert not search(tmp_path, stopped=True).wait_for_job()
     NEW.save(tmp_path)
     assert search(tmp_path).wait_for_job()
-    assert search(tmp_path, stopped=True).find(Answers(*[TransportError("gone")] * 9)) is None
+    assert search(tmp_path, stopped=True).find_run(Answers(*[TransportError("gone")] * 9)) is None

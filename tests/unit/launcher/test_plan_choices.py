@@ -62,7 +62,7 @@ def test_no_instance_is_planned_that_leaves_nothing_to_the_others() -> None:
     slow = sim_run(decode_s_by_batch={1: 0.01, 64: 0.1}, train_s_per_token=1e-5, ref_s_per_token=1e-5)
     config = with_schedule(slow, mode=ScheduleMode.PERIODIC, max_staleness=0, rollout_batch_size=16)
     large = config.model_copy(update={"rollout": config.rollout.model_copy(update={"batch_size": 64})})
-    best = open_planner(large, devices=10, device=None).plans()[0]
+    best = open_planner(large, devices=10, device=None).find_plans()[0]
     assert "rollout.batch_size=8" in best.changes
     shared = with_roles(config, rollout=8, actor=2)
     assert best.step_s <= 1.02 * open_planner(shared, devices=10, device=None).step_s()
@@ -82,7 +82,7 @@ def test_one_rank_feeds_servers(qwen: RunConfig, tmp_path: Path) -> None:
     rollout = qwen.rollout.model_copy(update={"engine": "openai"})
     config = qwen.model_copy(update={"openai": openai, "rollout": rollout})
     assert {roles["rollout"] for roles in splits(config, [16], 0.2)} == {1}
-    assert open_planner(config, devices=16, device="h100").plans()[0].config.roles["rollout"] == 1
+    assert open_planner(config, devices=16, device="h100").find_plans()[0].config.roles["rollout"] == 1
     with pytest.raises(ConfigError, match="rollout:2 cannot be used with rollout.engine openai"):
         check_launchable(with_roles(config, rollout=2, actor=4), None, 16)
 
@@ -110,13 +110,13 @@ def test_every_plan_can_be_placed_on_nodes(qwen: RunConfig) -> None:
 
 def test_broadcasts_are_planned_to_vllm_of_one_rank_alone(qwen: RunConfig) -> None:
     config = qwen.model_copy(update={"weightsync": qwen.weightsync.model_copy(update={"path": "broadcast"})})
-    plans = open_planner(config, devices=16, device="h100").plans()
+    plans = open_planner(config, devices=16, device="h100").find_plans()
     assert {plan.config.vllm.tensor_parallel_size for plan in plans} == {1}
 
 
 def test_no_more_processes_are_planned_than_the_queue_takes(qwen: RunConfig) -> None:
     few = qwen.model_copy(update={"tq": qwen.tq.model_copy(update={"max_clients": 12})})
-    best = open_planner(few, devices=16, device="h100").plans()[0].config
+    best = open_planner(few, devices=16, device="h100").find_plans()[0].config
     at_work = sum(best.roles.values()) - best.roles["rollout"] + best.roles["rollout"] // best.vllm.tensor_parallel_size
     assert at_work + few.tq.num_storage_units + few.tq.num_controllers <= 12
 
@@ -141,12 +141,12 @@ def test_what_takes_no_device_costs_none() -> None:
         Candidate(with_roles(planner.config, rollout=4, actor=2, ref=1, advantages=number), {}, 1.0)
         for number in (1, 9)
     )
-    assert planner._order(few) == planner._order(many)
+    assert planner._sort_key(few) == planner._sort_key(many)
 
 
 def test_a_hosted_reference_may_get_a_rank_of_its_own() -> None:
     planner = open_planner(sim_run(train_s_per_token=0.002, ref_s_per_token=0.001), devices=8, device=None)
-    plan = planner._simulated(Candidate(with_roles(planner.config, rollout=5, actor=3), {}, 0.0))
+    plan = planner._simulate_config(Candidate(with_roles(planner.config, rollout=5, actor=3), {}, 0.0))
     more: dict[str, Any] = planner.one_more(plan)
     assert set(more) == {"rollout:6", "actor:4", "ref:1"}
     assert more["ref:1"] < plan.step_s

@@ -23,7 +23,7 @@ DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
 
 
 def parameters_of(config: dict[str, Any]) -> int:
-    sizes = ModelSizes.of(config)
+    sizes = ModelSizes.from_config(config)
     assert sizes is not None
     return sizes.num_parameters
 
@@ -152,7 +152,7 @@ def test_ranks_that_share_a_reference_exchange_activations_or_gather_weights(
 
 
 def test_tensor_parallel_instances_exchange_what_they_prefill(qwen: RunConfig) -> None:
-    alone, shared = (cost_model(changed_vllm(qwen, tensor_parallel_size=n)).times() for n in (1, 2))
+    alone, shared = (cost_model(changed_vllm(qwen, tensor_parallel_size=n)).estimate_times() for n in (1, 2))
     exchanged_s = 2 * 4 * (1 / 2) * 28 * 3584 / (450e9 * 0.7)
     assert shared.prefill.token_s == pytest.approx(alone.prefill.token_s / 2 + exchanged_s)
     assert shared.first_tokens == qwen.data.max_prompt_tokens // 2 / qwen.schedule.n_samples_per_prompt
@@ -162,9 +162,9 @@ def test_keys_and_values_may_have_memory_of_their_own(qwen: RunConfig) -> None:
     large = qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"batch_size": 100000})})
     token = 2 * 28 * 4 * 128 * 2  # of 28 layers, four heads
     context = large.data.max_prompt_tokens // 2 + 1000 / 2
-    slots = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=4)).times().slots
+    slots = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=4)).estimate_times().slots
     assert slots == pytest.approx(4e9 / (token * context), rel=0.5)
-    twice = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=8)).times().slots
+    twice = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=8)).estimate_times().slots
     assert twice == pytest.approx(2 * slots, abs=2)
 
 

@@ -53,7 +53,7 @@ def config_of(**changed: Any) -> RunConfig:
 
 def run(config: RunConfig, latency: Latency = FREE, *, turns: Turns | None = None, **times: Any) -> Simulated:
     made = replace(Times.of_sim(config, prompt_tokens=0), latency=latency, **times)
-    return simulate(Scenario.of(config, made, turns=turns), steps=config.steps)
+    return simulate(Scenario.from_config(config, made, turns=turns), steps=config.steps)
 
 
 def with_turns(**schedule: Any) -> RunConfig:
@@ -87,7 +87,7 @@ def test_instances_that_get_nothing_are_idle() -> None:
 def test_what_follows_the_longest_response_is_in_the_bound() -> None:
     config = config_of(schedule__mode="periodic", sim__sigma=1.0, sim__decode_s_per_token=0.02)
     made = Times.of_sim(config, prompt_tokens=0)
-    longest = longest_tokens(config.schedule, Scenario.of(config, made).tokens, steps=config.steps, skip=1)
+    longest = longest_tokens(config.schedule, Scenario.from_config(config, made).tokens, steps=config.steps, skip=1)
     bounds = Bounds(Workload(0, 100, 100**2, Turns()), longest, scores=True)
     bound_s = bounds.step_s(config, made)
     assert bound_s == pytest.approx(longest * (0.02 + 0.001 + 0.0005), rel=0.01)
@@ -137,8 +137,8 @@ def test_the_session_service_passes_one_reply_on_at_a_time() -> None:
 
 
 def test_mean_turns_may_be_a_fraction() -> None:
-    assert [Turns(replies=1.5).of(row) for row in range(6)] == [1, 2, 1, 2, 1, 2]
-    assert sum(Turns(replies=2.3).of(row) for row in range(1000)) == 2300
+    assert [Turns(replies=1.5).num_replies(row) for row in range(6)] == [1, 2, 1, 2, 1, 2]
+    assert sum(Turns(replies=2.3).num_replies(row) for row in range(1000)) == 2300
 
 
 def test_turns_without_a_record_are_refused() -> None:
@@ -159,7 +159,7 @@ def test_how_many_rollouts_run_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("policy", ["fifo", "token-balanced", "token-budget"])
 def test_every_step_is_trained_whole_in_every_schedule(mode: ScheduleMode, policy: str) -> None:
     config = config_of(schedule__mode=mode, tq={"policy": policy}, actor__max_tokens_per_micro_batch=1000)
-    made = Scenario.of(config, Times.of_sim(config, prompt_tokens=0))
+    made = Scenario.from_config(config, Times.of_sim(config, prompt_tokens=0))
     trained = simulate(made, steps=config.steps).tokens
     assert list(trained) == [sum(map(made.tokens, range(32 * k, 32 * k + 32))) for k in range(8)]
 
@@ -257,8 +257,8 @@ def _all_to_the_first(_: Fifo, items: Sequence[Item], assigned: Sequence[int]) -
 
 def test_admission_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     before = run(config_of()).step_s(3)
-    original = AdmissionState.admissible
-    monkeypatch.setattr(AdmissionState, "admissible", lambda state: _one_version_late(state, original))
+    original = AdmissionState.admit_steps
+    monkeypatch.setattr(AdmissionState, "admit_steps", lambda state: _one_version_late(state, original))
     assert run(config_of()).step_s(3) > 1.05 * before
 
 
@@ -279,14 +279,14 @@ def test_micro_batches_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_responses_slow_each_other_down_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"decode_s_by_batch": {1: 0.01, 8: 0.02}, "mean_tokens": 100}
     before = run(config_of(sim=table)).step_s(2)
-    monkeypatch.setattr(Decoding, "_count", lambda *_: None)  # nothing slows down
+    monkeypatch.setattr(Decoding, "_add_running", lambda *_: None)  # nothing slows down
     assert run(config_of(sim=table)).step_s(2) < 0.8 * before
 
 
 def test_which_rounds_make_a_mini_batch_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(actor__num_mini_batches=2, schedule__mode="periodic", sim__train_s_per_token=0.004)
     before = run(config).step_s(1)
-    monkeypatch.setattr(MiniBatchAssigner, "assign", lambda *_: 1)  # all are kept until the last one is there
+    monkeypatch.setattr(MiniBatchAssigner, "assign_round", lambda *_: 1)  # all are kept until the last one is there
     assert run(config).step_s(1) > 1.04 * before
 
 
@@ -335,7 +335,7 @@ def test_workers_that_share_a_machine_slow_each_other_down() -> None:
     config = config_of(sim__lengths="constant")
     times = replace(Times.of_sim(config, prompt_tokens=0), latency=FREE)
     steps_s = [
-        simulate(Scenario.of(config, replace(times, at_full_speed=number)), steps=8, further=1).step_s(2)
+        simulate(Scenario.from_config(config, replace(times, at_full_speed=number)), steps=8, further=1).step_s(2)
         for number in (0.0, 5.0, 1.0)
     ]
     assert steps_s[1] == pytest.approx(steps_s[0])  # five workers at five places
@@ -349,7 +349,7 @@ def test_what_the_queue_computes_slows_a_shared_machine_alone() -> None:
 
     def step_s(at_full_speed: float, request_s: float) -> float:
         slower = replace(times, latency=replace(FREE, request_s=request_s), at_full_speed=at_full_speed)
-        return simulate(Scenario.of(config, slower), steps=8).step_s(2)
+        return simulate(Scenario.from_config(config, slower), steps=8).step_s(2)
 
     assert step_s(0.0, 0.1) == step_s(0.0, 0.0)
     # 16 groups are put, and leased for some 5 waves; 8 leases and puts of the reference, 4 rounds of 2 replicas

@@ -32,10 +32,10 @@ def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_resp
     ref = qwen.ref.model_copy(update={"micro_batch_size": 1})
     long = qwen.model_copy(update={"rollout": rollout, "ref": ref})
     planner = open_planner(long, devices=16, device="ascend-910b")
-    best = planner.plans()[0]
+    best = planner.find_plans()[0]
     assert best.config.actor.megatron.context_parallel > 1
     assert "actor.megatron.context_parallel=2" in best.changes
-    every = [with_changes(long, layout) for layout in planner.layouts()]
+    every = [with_changes(long, layout) for layout in planner.model_layouts()]
     for config in (each for each in every if each.actor.megatron.context_parallel == 1):
         with pytest.raises(ConfigError, match="a rank of actor needs"):
             planner.headroom_gb(config.model_copy(update={"roles": best.config.roles}))
@@ -44,7 +44,7 @@ def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_resp
 def test_a_smaller_micro_batch_is_planned_where_the_configured_one_does_not_fit(qwen: RunConfig) -> None:
     large = changed(qwen, max_tokens_per_micro_batch=2**20)
     planner = open_planner(large, devices=16, device="ascend-910b")
-    best = planner.plans()[0]
+    best = planner.find_plans()[0]
     tokens = best.config.actor.max_tokens_per_micro_batch
     assert f"actor.max_tokens_per_micro_batch={tokens}" in best.changes
     assert tokens < 2**20
@@ -58,7 +58,7 @@ def test_larger_micro_batches_are_planned_where_gathering_weights_takes_long(qwe
     gathered = changed(qwen, engine="fsdp", max_tokens_per_micro_batch=0, micro_batch_size=1)
     gathered = gathered.model_copy(update={"sim": qwen.sim.model_copy(update={"mean_tokens": 200})})
     planner = open_planner(gathered, devices=32, device="ascend-910b")
-    best = planner.plans()[0]
+    best = planner.find_plans()[0]
     assert best.config.actor.micro_batch_size > 1
     assert f"actor.micro_batch_size={best.config.actor.micro_batch_size}" in best.changes
     own = changed(best.config, micro_batch_size=1)
@@ -66,7 +66,7 @@ def test_larger_micro_batches_are_planned_where_gathering_weights_takes_long(qwe
 
 
 def test_plans_use_no_more_devices_fit_memory_and_are_what_the_command_takes(qwen: RunConfig) -> None:
-    plans = open_planner(qwen, devices=16, device="ascend-910b").plans()
+    plans = open_planner(qwen, devices=16, device="ascend-910b").find_plans()
     for plan in plans:
         assert plan.num_devices <= 16
         assert plan.headroom_gb is not None
@@ -82,17 +82,18 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
     )
     hosted = qwen.model_copy(update={"roles": {"rollout": 10, "actor": 4}})  # a replica of four ranks
     alone, together, inside = (
-        open_planner(config, devices=32, device="ascend-910b").scenario(config) for config in (qwen, shared, hosted)
+        open_planner(config, devices=32, device="ascend-910b").make_scenario(config)
+        for config in (qwen, shared, hosted)
     )
     assert (alone.workers["ref"], together.workers["ref"]) == (2, 2)
     alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside))
     assert others_s == pytest.approx([alone_s / 4, alone_s])
     planner = open_planner(shared, devices=32, device="ascend-910b")
-    for plan in planner.plans():
+    for plan in planner.find_plans():
         shards = plan.config.ref.shards
         assert f"ref.shards={shards}" in plan.changes
         assert plan.config.roles["ref"] % shards == 0
-    assert {layout["ref.shards"] for layout in planner.layouts()} == {2, 4, 8}
+    assert {layout["ref.shards"] for layout in planner.model_layouts()} == {2, 4, 8}
 
 
 def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: RunConfig) -> None:
@@ -100,8 +101,8 @@ def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: Ru
     ref = qwen.ref.model_copy(update={"engine": "megatron", "megatron": layout})
     config = qwen.model_copy(update={"ref": ref, "roles": qwen.roles | {"ref": 8}})
     planner = open_planner(config, devices=32, device="ascend-910b")
-    assert {each["ref.megatron.tensor_parallel"] for each in planner.layouts()} == {2, 4}  # of 4 heads of keys
-    for plan in planner.plans():
+    assert {each["ref.megatron.tensor_parallel"] for each in planner.model_layouts()} == {2, 4}  # of 4 heads of keys
+    for plan in planner.find_plans():
         tensor = plan.config.ref.megatron.tensor_parallel
         assert f"ref.megatron.tensor_parallel={tensor}" in plan.changes
         assert plan.config.roles.get("ref", 0) % tensor == 0
@@ -116,28 +117,28 @@ def test_a_critic_has_a_role_of_its_own_where_the_actor_cannot_train_it_or_that_
     ppo = {"algorithm": PPOConfig(), "critic": qwen.critic.model_copy(update=critic)}
     config = changed(qwen.model_copy(update=ppo), engine=engine)
     planner = open_planner(config, devices=64, device="h100")
-    critics = [candidate.config.roles.get("critic", 0) for candidate in planner._candidates()]
+    critics = [candidate.config.roles.get("critic", 0) for candidate in planner._list_candidates()]
     assert max(critics) > 1
     assert (0 in critics) == (engine == "fsdp")
-    best = planner.plans()[0]
+    best = planner.find_plans()[0]
     assert best.num_devices <= 64
     if "critic" in best.config.roles:
         assert set(best.idle) >= {"critic", "actor", "rollout"}
     in_reward = PPOConfig(kl_coef=0.01, kl_placement="reward")  # needs columns that only an actor of its own computes
     charged = config.model_copy(update={"algorithm": in_reward})
     if engine == "fsdp":
-        assert "critic" not in open_planner(charged, devices=64, device="h100").plans()[0].config.roles
+        assert "critic" not in open_planner(charged, devices=64, device="h100").find_plans()[0].config.roles
     late = config.schedule.model_copy(update={"max_staleness": 2, "fill": Fill.FIRST_READY})
     if engine == "fsdp":
         late_planner = open_planner(config.model_copy(update={"schedule": late}), devices=64, device="h100")
-        assert {each.config.roles.get("critic", 0) for each in late_planner._candidates()} == {0}
+        assert {each.config.roles.get("critic", 0) for each in late_planner._list_candidates()} == {0}
 
 
 def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     small.write_text(find_recipe("quickstart").parent.joinpath("devices/a100.yaml").read_text().replace("80", "10"))
     with pytest.raises(ConfigError, match=r"no plan fits; launcher.device_memory_gb: a rank of \w+ needs about .* = "):
-        open_planner(qwen, devices=4, device=str(small)).plans()
+        open_planner(qwen, devices=4, device=str(small)).find_plans()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Pa
 )
 def test_the_plan_is_as_fast_as_the_best_of_all_splits(times: dict[str, float]) -> None:
     planner = open_planner(sim_run(**times), devices=8, device=None)
-    best = planner.plans()[0]
+    best = planner.find_plans()[0]
     every = []
     for actor, ref in product((1, 2, 3, 4, 6), range(5)):
         roles = {"rollout": 8 - actor - ref, "actor": actor} | ({"ref": ref} if ref else {})
@@ -162,7 +163,7 @@ def test_other_schedules_are_planned_beside_and_say_what_they_change() -> None:
     assert ways == [("sync", 0), ("periodic", 0), ("async", 2), ("async", 4), ("substep", 1)]
     assert others[0].changes == ("schedule.mode=sync",)
     assert others[2].changes == ("schedule.mode=async", "schedule.max_staleness=2")
-    own = planner.plans()
+    own = planner.find_plans()
     assert {plan.config.schedule for plan in own} == {planner.config.schedule}
     assert own[0].step_s < others[1].step_s < others[0].step_s
     told = json.loads(plan_json(planner, own, {}, others))
@@ -176,7 +177,7 @@ def test_a_few_steps_that_live_on_what_was_generated_ahead_promise_no_more_than_
     large = qwen.model_copy(update={"schedule": schedule, "roles": {"rollout": 28, "actor": 32, "ref": 4}})
     sigma = large.sim.model_copy(update={"mean_tokens": 2000, "sigma": 0.8})
     planner = open_planner(large.model_copy(update={"sim": sigma}), devices=64, device="ascend-910b")
-    long = simulate(planner.scenario(planner.config), steps=24, further=1).step_s(4)
+    long = simulate(planner.make_scenario(planner.config), steps=24, further=1).step_s(4)
     assert planner.bound_s(planner.config) <= planner.step_s()
     assert planner.step_s() == pytest.approx(long, rel=0.03)
 
@@ -186,7 +187,7 @@ def test_no_step_is_shorter_than_its_bound_however_long_its_longest_response(fil
     long = sim_run(sigma=1.5, train_s_per_token=0.0001)
     schedule = long.schedule.model_copy(update={"max_staleness": 2, "fill": Fill(fill)})
     planner = open_planner(long.model_copy(update={"schedule": schedule}), devices=14, device=None)
-    plans = [*planner.plans(), *planner.other_schedules()]
+    plans = [*planner.find_plans(), *planner.other_schedules()]
     assert all(plan.bound_s <= plan.step_s for plan in plans)
     in_turn = plans[-5]
     assert in_turn.config.schedule.mode == "sync"
@@ -195,13 +196,13 @@ def test_no_step_is_shorter_than_its_bound_however_long_its_longest_response(fil
 
 @pytest.mark.parametrize("devices", [4, 14])
 def test_no_step_is_shorter_than_its_bound_on_a_machine_that_all_ranks_share(devices: int) -> None:
-    plans = open_planner(load_config(find_recipe("quickstart")), devices=devices, device="cpu").plans()
+    plans = open_planner(load_config(find_recipe("quickstart")), devices=devices, device="cpu").find_plans()
     assert all(plan.bound_s <= plan.step_s for plan in plans)
 
 
 def test_cost_takes_fewer_devices_where_more_do_not_pay() -> None:
     config = sim_run(decode_s_per_token=0.001, train_s_per_token=0.00001, ref_s_per_token=0.00001)
-    assert open_planner(config, devices=16, device=None, objective="cost").plans()[0].num_devices < 8
+    assert open_planner(config, devices=16, device=None, objective="cost").find_plans()[0].num_devices < 8
 
 
 def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
 def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
     config = load_config(find_recipe("quickstart-tools"))
     with pytest.raises(ConfigError, match="--lengths RUN_DIR"):
-        open_planner(config, devices=2, device="cpu").plans()
+        open_planner(config, devices=2, device="cpu").find_plans()
     step = {"histograms": {"response_tokens": {"5": 1, "12": 3}}, "response_tokens_mean": 11.0, "samples": 512}
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps(step) + "\n")
@@ -244,7 +245,7 @@ def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
     # 24 tokens of which 11 were drawn; a prompt counts as 4
     assert planner.turns == Turns(replies=1.75, tool_s=0.5, cpu_s=0.01, read_tokens=9)
     assert {planner.tokens(row) for row in range(100)} == {5, 12}  # of all replies; a reply has at most 8
-    assert planner.plans()[0].step_s > 0
+    assert planner.find_plans()[0].step_s > 0
 
 
 def test_roles_may_be_planned_by_the_launcher() -> None:

@@ -27,7 +27,7 @@ from launcher.plan.profile import (
     OPTIMIZER,
     PREFILL,
     TRAIN,
-    Block,
+    MeasuredBlock,
     Profile,
     fit,
 )
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> RunConfig:
     return load_config(find_recipe("quickstart"), overrides=[f"model.path={tmp_path}", "launcher.device=cpu"])
 
 
-def seconds_of(block: Block, *, cached: bool = True) -> float:
+def seconds_of(block: MeasuredBlock, *, cached: bool = True) -> float:
     """A device on which everything is linear: a layer, and what is outside of the layers."""
     if block.name == DECODE:
         return 0.001 + block.layers * (2e-4 + 1e-5 * block.rows + 1e-7 * block.rows * block.prompt)
@@ -67,7 +67,7 @@ def seconds_of(block: Block, *, cached: bool = True) -> float:
 
 
 def measured(config: RunConfig, *, slower: float = 1.0) -> Profile:
-    blank = Profile.of(config, model_sizes(config), CPU, ranks=1)
+    blank = Profile.from_config(config, model_sizes(config), CPU, ranks=1)
     return replace(blank, seconds={block: slower * seconds_of(block) or 0.01 for block in blank.seconds})
 
 
@@ -77,31 +77,31 @@ def test_times_are_explained_by_their_parts_and_never_by_negative_ones() -> None
     assert (work.call_s, work.token_s, work.squared_s) == pytest.approx((0.01, 2e-5, 3e-8))
     falling = fit([(10, 100, 0.02), (100, 1000, 0.01)])
     assert min(falling.call_s, falling.token_s, falling.squared_s) == 0
-    assert fit([(100, 0, 0.5)]).seconds(200, 0) == pytest.approx(1.0)
+    assert fit([(100, 0, 0.5)]).call_duration_s(200, 0) == pytest.approx(1.0)
 
 
 def test_a_few_layers_predict_many(config: RunConfig) -> None:
     sizes = model_sizes(config)
     per_layer_gb = 2 * 24 * sizes.layer_parameters / 1e9
-    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 5 * per_layer_gb}, ranks=1)
+    blank = Profile.from_config(config, sizes, {**CPU, "memory_gb": 5 * per_layer_gb}, ranks=1)
     assert {block.layers for block in blank.seconds} == {0, 1, 4}
     few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
-    for shape, seconds in few.whole(TRAIN).items():
+    for shape, seconds in few.whole_model_times(TRAIN).items():
         assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
-    work = few.work(TRAIN, shared_prompt=False)
-    assert work.seconds(700, 700 * 7.0) == pytest.approx(
+    work = few.whole_model_work(TRAIN, shared_prompt=False)
+    assert work.call_duration_s(700, 700 * 7.0) == pytest.approx(
         3 * (0.004 + 7e-4 + LAYERS * (0.0005 + 1.4e-3 + 4.9e-5)), rel=0.02
     )
     assert few.update_s(sizes.num_parameters) == pytest.approx(0.002 * (LAYERS + 1))
-    assert few.work(FORWARD, shared_prompt=False).token_s < work.token_s / 2
+    assert few.whole_model_work(FORWARD, shared_prompt=False).token_s < work.token_s / 2
 
 
 def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_the_same(config: RunConfig) -> None:
     sizes = model_sizes(config)
-    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 1e-6}, ranks=1)
+    blank = Profile.from_config(config, sizes, {**CPU, "memory_gb": 1e-6}, ranks=1)
     assert {block.layers for block in blank.seconds} == {0, 1, 2}
     few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
-    for shape, seconds in few.whole(TRAIN).items():
+    for shape, seconds in few.whole_model_times(TRAIN).items():
         assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
     one = replace(few, seconds={block: each for block, each in few.seconds.items() if block.layers < 2})
     with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model, but"):
@@ -111,7 +111,7 @@ def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_th
 def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
     profile = measured(config)
     for responses, context in ((1, 6), (3, 6), (100, 6), (256, 12), (200, 10)):
-        expected = seconds_of(Block(DECODE, LAYERS, responses, context))
+        expected = seconds_of(MeasuredBlock(DECODE, LAYERS, responses, context))
         assert profile.decode_s(responses, context) == pytest.approx(expected, rel=0.01)
 
 
@@ -125,14 +125,16 @@ def test_a_single_prompt_that_seems_to_take_less_than_nothing_does_not_make_all_
     whole = measured(config)
     alone = {block for block in whole.seconds if block.name in (PREFILL, LATER_TURN) and block.rows == 1}
     noisy = replace(whole, seconds={b: 0.99 * s if b in alone else s for b, s in whole.seconds.items() if s})
-    assert noisy.prefill.seconds(1024, rows=256) == pytest.approx(whole.prefill.seconds(1024, rows=256), rel=0.1)
+    assert noisy.prefill.call_duration_s(1024, rows=256) == pytest.approx(
+        whole.prefill.call_duration_s(1024, rows=256), rel=0.1
+    )
     low = replace(whole, seconds={b: (s or 0) - 0.003 if b in alone else s for b, s in whole.seconds.items()})
-    assert low.prefill.seconds(1024, rows=256) > whole.prefill.seconds(1024, rows=256) / 2
+    assert low.prefill.call_duration_s(1024, rows=256) > whole.prefill.call_duration_s(1024, rows=256) / 2
 
 
 def test_a_profile_that_was_used_can_be_written(config: RunConfig, tmp_path: Path) -> None:
     profile = measured(config)
-    assert profile.prefill.seconds(1) > 0 and profile.update_s(1000) > 0
+    assert profile.prefill.call_duration_s(1) > 0 and profile.update_s(1000) > 0
     profile.write(tmp_path / "mine.json")
     assert Profile.read(tmp_path / "mine.json", "--profile") == profile
 
@@ -144,7 +146,7 @@ def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(c
         CostModel(
             config.model_copy(update={"ref": config.ref.model_copy(update={"engine": "fsdp", "shards": n})}),
             sizes, find_device("cpu"), Workload(4, 10, 120, Turns()), profile,
-        ).times().tasks["ref_log_probs"]
+        ).estimate_times().tasks["ref_log_probs"]
         for n in (1, 2)
     )  # fmt: skip
     assert alone.call_s > 0
@@ -159,7 +161,7 @@ def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(c
 def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
     config = qwen_run(tmp_path)
     sizes = model_sizes(config)
-    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 80.0}, ranks=4)
+    blank = Profile.from_config(config, sizes, {**CPU, "memory_gb": 80.0}, ranks=4)
     links = [1.0, 3.0]
     fast, slow = (
         replace(blank, seconds={b: link * b.size * 1e-11 if b.ranks else seconds_of(b) or 0.01 for b in blank.seconds})
@@ -172,7 +174,7 @@ def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
     made = [CostModel(config, sizes, find_device("h100"), Workload(4, 10, 120, Turns()), each) for each in (fast, slow)]
     assert made[1]._exchanged_s(2, 2, 1) == pytest.approx(3 * made[0]._exchanged_s(2, 2, 1))
     own_s = fast.update_s(sizes.num_parameters / 8)
-    fast_s, slow_s = (each.times().update_s["actor"] - own_s for each in made)
+    fast_s, slow_s = (each.estimate_times().update_s["actor"] - own_s for each in made)
     assert slow_s == pytest.approx(3 * fast_s)
 
 
@@ -181,7 +183,7 @@ def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunCon
     profile = measured(config)
     with_biases = replace(profile, model={**profile.model, "num_parameters": round(1.004 * sizes.num_parameters)})
     with_biases.check(config, sizes, "mine.json")
-    assert profile.joined(with_biases, "mine.json").seconds == profile.seconds
+    assert profile.joined_with(with_biases, "mine.json").seconds == profile.seconds
     other = replace(profile, model={**profile.model, "num_parameters": round(1.02 * sizes.num_parameters)})
     with pytest.raises(ConfigError, match=r"measured with model.num_parameters"):
         other.check(config, sizes, "mine.json")
@@ -199,7 +201,9 @@ def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> No
     file, slow = tmp_path / "fast.json", tmp_path / "slow.json"
     measured(config).write(file)
     measured(config, slower=3).write(slow)
-    steps_s = [open_planner(config, devices=4, device=None, profile=each).plans()[0].step_s for each in (file, slow)]
+    steps_s = [
+        open_planner(config, devices=4, device=None, profile=each).find_plans()[0].step_s for each in (file, slow)
+    ]
     assert steps_s[1] > 2 * steps_s[0]
     found = auto_plan(f"auto:4@{file}", config)
     assert found is not None
@@ -213,8 +217,8 @@ def test_a_file_comes_back_and_is_gone_on_with(config: RunConfig, tmp_path: Path
     some.write(tmp_path / "some.json")
     read = Profile.read(tmp_path / "some.json", "--out")
     assert read == some
-    blank = Profile.of(config, model_sizes(config), CPU, ranks=1)
-    assert blank.joined(read, "--out some.json").seconds == some.seconds
+    blank = Profile.from_config(config, model_sizes(config), CPU, ranks=1)
+    assert blank.joined_with(read, "--out some.json").seconds == some.seconds
     with pytest.raises(ConfigError, match=r"--profile .*some.json: \d+ of \d+ blocks are not measured; .* continues"):
         open_planner(config, devices=4, device="cpu", profile=tmp_path / "some.json")
 
@@ -224,7 +228,7 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
     whole = measured(config)
     whole.write(file)
     with pytest.raises(ConfigError, match=r"out: was measured with device.cores 2, here it is 64; name another file"):
-        replace(whole, device={**CPU, "cores": 64}).joined(whole, "out")
+        replace(whole, device={**CPU, "cores": 64}).joined_with(whole, "out")
     with pytest.raises(ConfigError, match=r"was measured on cpu, of the test, not on --device h100; name --device cpu"):
         open_planner(config, devices=4, device="h100", profile=file)
     bfloat16 = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})

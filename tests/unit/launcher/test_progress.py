@@ -123,8 +123,8 @@ EVALUATION = {
 
 def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=False)) as progress:
-        progress.evaluation(EVALUATION)
-        progress.evaluation({**EVALUATION, "step": 5})  # another instance was slower
+        progress.report_evaluation(EVALUATION)
+        progress.report_evaluation({**EVALUATION, "step": 5})  # another instance was slower
     first = "held out, step 10/60  reward 0.963  accuracy 0.950 (0.764 to 0.991)  20 prompts  0.04 s"
     assert capsys.readouterr().out.splitlines()[0] == first
     assert progress.last_evaluation == EVALUATION
@@ -199,7 +199,7 @@ def test_terminal_shows_headline_and_roles(capsys: pytest.CaptureFixture[str]) -
     console = Console(force_terminal=True, width=100, color_system=None)
     with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
         progress.step(STEP)
-        progress.note("stopping: ...")
+        progress.show_note("stopping: ...")
         progress.update({("actor", rank): status("training", at=time.time()) for rank in (0, 1)})
     shown = capsys.readouterr().out
     assert step_line(STEP, 60) in shown, "finished steps stay above the table"
@@ -227,6 +227,6 @@ def test_run_goes_on_when_nobody_reads_the_output(
                 os.dup2(full.fileno(), out.fileno())
             progress.step(STEP)
             progress.update({("actor", 0): status("training")})
-            progress.note("stopping")
+            progress.show_note("stopping")
         print_line("done")
         assert Path(f"/proc/self/fd/{out.fileno()}").readlink() == Path(os.devnull)

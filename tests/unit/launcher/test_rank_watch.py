@@ -18,7 +18,7 @@ def says(state: str, *, at: float, idle_s: float = 0.0, detail: str = "") -> Sta
 
 
 def look(watch: RankWatch, now: float, **statuses: Status) -> list[RankStuck]:
-    return watch.look(
+    return watch.find_stuck_ranks(
         {(name.replace("_", "-"), 0): status for name, status in statuses.items()}, workers=WORKERS, now=now
     )
 
@@ -99,14 +99,14 @@ def test_services_wait_by_nature() -> None:
 
 def test_gang_that_is_away_is_not_looked_at() -> None:
     statuses = {("rollout-1", 0): says("generating", at=1.0, idle_s=1e6)}
-    assert new_watch().look(statuses, workers=WORKERS, now=0.0) == []
+    assert new_watch().find_stuck_ranks(statuses, workers=WORKERS, now=0.0) == []
 
 
 def test_gang_that_starts_again_begins_anew() -> None:
     watch = new_watch()
     last = says("training", at=7.0)
     assert look_until(watch, 0, 60, actor=last) == []
-    watch.forget("actor")
+    watch.forget_gang("actor")
     assert look_until(watch, 61, 150, actor=last) == []
 
 

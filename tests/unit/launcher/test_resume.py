@@ -318,7 +318,7 @@ def test_broken_line_in_the_middle_is_refused_and_the_file_kept(tmp_path: Path) 
 
 def make_job(run_dir: Path, pid: int, started_at: float, *, host: str | None = None) -> None:
     run_dir.mkdir(exist_ok=True)
-    clock = HostClock.measure()
+    clock = HostClock.from_wall_clock()
     clock = HostClock(host or clock.host, clock.offset_s)
     Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, clock).save(run_dir)
 
@@ -418,18 +418,20 @@ def test_a_run_goes_on_at_the_time_that_its_templates_were_told(tmp_path: Path) 
     before = load_config(find_recipe("quickstart"), overrides=("steps=20", f"data.template_time={told}"))
     checkpoint = resumable(tmp_path, before)
     for config in (None, recipe):  # with the run's own configuration, and with the file that it began with
-        loaded = Request(config=config, resume=str(checkpoint.run_dir), steps=20)._load(checkpoint.run_dir).config
+        loaded = (
+            Request(config=config, resume=str(checkpoint.run_dir), steps=20)._load_config(checkpoint.run_dir).config
+        )
         assert loaded.data.template_time == told
         check_resume(checkpoint, loaded)
     other = ("data.template_time=2001-02-04T00:00:00",)
     changed = Request(config=recipe, resume=str(checkpoint.run_dir), steps=20, overrides=other)
     with pytest.raises(ConfigError, match=r"^data.template_time: '2001-02-04T00:00:00' is not what the run began with"):
-        check_resume(checkpoint, changed._load(checkpoint.run_dir).config)
+        check_resume(checkpoint, changed._load_config(checkpoint.run_dir).config)
 
 
 def test_a_new_run_is_told_the_time_of_its_start() -> None:
     began = datetime.now().replace(microsecond=0)
-    told = Request(config=str(find_recipe("quickstart")))._load(None).config.data.template_time
+    told = Request(config=str(find_recipe("quickstart")))._load_config(None).config.data.template_time
     assert told is not None
     assert began <= datetime.fromisoformat(told) <= datetime.now()
 
@@ -437,6 +439,6 @@ def test_a_new_run_is_told_the_time_of_its_start() -> None:
 def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     before = load_config(find_recipe("quickstart"), overrides=("steps=20",))
     checkpoint = resumable(tmp_path, before)
-    loaded = Request(resume=str(checkpoint.run_dir), steps=20)._load(checkpoint.run_dir).config
+    loaded = Request(resume=str(checkpoint.run_dir), steps=20)._load_config(checkpoint.run_dir).config
     assert loaded.data.template_time is not None
     check_resume(checkpoint, loaded)

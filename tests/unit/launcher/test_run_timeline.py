@@ -61,7 +61,7 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
     timeline = RunTimeline.read(run_dir)
     assert timeline.window == (100.0, 110.0)
     assert timeline.step_ends == {0: 100.0, 1: 110.0}
-    found = timeline.account()
+    found = timeline.account_by_role()
     assert found.keys() == {"actor", "rollout"}, "background threads are no process's time"
     assert found["actor"] == pytest.approx(
         {
@@ -109,7 +109,7 @@ def test_processes_of_earlier_starts_are_in_no_account(tmp_path: Path) -> None:
         (tmp_path / "timeline" / f"{name}.jsonl").write_text(
             json.dumps({"name": "generate", "start": start, "end": end})
         )
-    assert RunTimeline.read(tmp_path).account()["rollout"]["busy"] == 0.5
+    assert RunTimeline.read(tmp_path).account_by_role()["rollout"]["busy"] == 0.5
 
 
 def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
@@ -131,7 +131,7 @@ def test_rollouts_at_the_same_time_have_lanes_of_their_own_and_are_in_no_account
     events = [event for event in json.loads(chrome_trace(timeline))["traceEvents"] if event["ph"] == "X"]
     assert [event["tid"] for event in events] == [0, 2, 2, 3, 2]
     assert account([busy, *rollouts], 0, 10)["busy"] == 1.0
-    chart = GanttChart.of(timeline, {}, title="")
+    chart = GanttChart.from_timeline(timeline, {}, title="")
     assert [len(row.bars) + len(row.beside) for row in chart.rows] == [1]
 
 
@@ -141,7 +141,7 @@ def test_recording_is_reckoned_by_the_process_that_it_costs_most(run_dir: Path) 
         "actor-0": (1000, 2.0),
         "rollout-0-0": (10_000, 10.0),
     }
-    assert timeline.overhead(2e-6) == pytest.approx(0.002)
+    assert timeline.recording_overhead(2e-6) == pytest.approx(0.002)
     assert recording_text(timeline, 2e-6) == "recording: 0.20 % of a process's CPU time at most (2.0 us a span)"
 
 
@@ -149,7 +149,7 @@ def test_recording_of_killed_processes_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "actor-0.jsonl").write_text('{"name": "train", "start": 1, "end": 2}\n')
     timeline = RunTimeline.read(tmp_path)
-    assert math.isnan(timeline.overhead(2e-6))
+    assert math.isnan(timeline.recording_overhead(2e-6))
     assert "no process has reported" in recording_text(timeline, 2e-6)
 
 

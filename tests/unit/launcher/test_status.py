@@ -92,11 +92,11 @@ def test_restarts_and_the_last_error_are_shown() -> None:
     assert "started again" not in status().as_text(now=101.0)
     log = RestartLog(last_error="rollout rank 1 failed: ended by SIGKILL; it starts again", last_error_at=90.0)
     log.started_again("rollout-1")
-    log.restored(2)
+    log.count_restore(2)
     text = replace(status(), restarts=log).as_text(now=101.0)
     assert "started again: rollout-1 1x; 1x back to a checkpoint (lineage 2)" in text
     assert "last error, 11 s ago: rollout rank 1 failed: ended by SIGKILL" in text
-    assert RestartLog.from_summary(json.loads(json.dumps(log.summary()))) == log
+    assert RestartLog.from_summary(json.loads(json.dumps(log.to_summary()))) == log
 
 
 def test_the_last_rollout_and_the_last_reward_that_failed_are_shown_with_the_reason() -> None:
@@ -168,7 +168,7 @@ def test_directory_that_is_no_runs_is_refused_by_the_command(tmp_path: Path) -> 
 def job_of(pid: int, port: int) -> Job:
     return Job(
         store_host="127.0.0.1", store_port=port, secret="00", launcher_pid=pid, gangs=(), lineage=0, resume_from="",
-        last_step=1, started_at=time.time(), clock=HostClock.measure(),
+        last_step=1, started_at=time.time(), clock=HostClock.from_wall_clock(),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from asyncflow.job import GangSpec
 from launcher.process.run_events import (
     AllReady,
     Arm,
-    DeadlinePassed,
     Finish,
     GangExited,
     Instruction,
@@ -14,16 +13,17 @@ from launcher.process.run_events import (
     LastStepDone,
     Phase,
     RunDirLost,
+    RunTimer,
     SetPhase,
     StopRequested,
-    Timer,
+    TimerExpired,
 )
 from launcher.run.supervisor import RestartBudget, Supervisor
 
-STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
-EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]
-EXIT_IN_PEACE = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 30.0)]
-EVALUATE = [SetPhase(Phase.EVALUATE), Arm(Timer.EVALUATE, 600.0)]
+STOP = [SetPhase(Phase.STOP), Arm(RunTimer.STOP, 30.0)]
+EXIT = [SetPhase(Phase.EXIT), Arm(RunTimer.EXIT, 5.0)]
+EXIT_IN_PEACE = [SetPhase(Phase.EXIT), Arm(RunTimer.EXIT, 30.0)]
+EVALUATE = [SetPhase(Phase.EVALUATE), Arm(RunTimer.EVALUATE, 600.0)]
 NAMES = ("controller", "storage-0", "rollout-0", "rollout-1", "actor")
 EVALUATORS = ("evaluate-0", "evaluate-1")
 
@@ -49,7 +49,7 @@ def leave(supervisor: Supervisor, *names: str) -> list[Instruction]:
 
 
 def test_run_begins_in_phase_run_with_a_deadline_for_the_start() -> None:
-    assert new_run().start() == [SetPhase(Phase.RUN), Arm(Timer.START, 300.0)]
+    assert new_run().start() == [SetPhase(Phase.RUN), Arm(RunTimer.START, 300.0)]
 
 
 def test_services_leave_after_the_work_and_the_run_is_done() -> None:
@@ -89,8 +89,8 @@ def test_stop_before_the_start_ends_at_once() -> None:
 def test_failure_before_the_start_gives_the_others_little_time() -> None:
     supervisor = new_run()
     failure = GangExited("rollout-1", 1, "ConfigError: no such model", 0, 10.0)
-    assert supervisor.handle(failure) == [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 3.0)]
-    finish = supervisor.handle(DeadlinePassed(Timer.EXIT))[-1]
+    assert supervisor.handle(failure) == [SetPhase(Phase.EXIT), Arm(RunTimer.EXIT, 3.0)]
+    finish = supervisor.handle(TimerExpired(RunTimer.EXIT))[-1]
     assert finish == Finish(1, "rollout rank 1 failed: ConfigError: no such model")
 
 
@@ -122,7 +122,7 @@ def test_stop_that_takes_too_long_kills_and_stays_resumable() -> None:
     supervisor = started_run()
     supervisor.handle(StopRequested(1))
     leave(supervisor, "rollout-0", "rollout-1")
-    assert supervisor.handle(DeadlinePassed(Timer.STOP)) == [
+    assert supervisor.handle(TimerExpired(RunTimer.STOP)) == [
         KillGang("controller"),
         KillGang("storage-0"),
         KillGang("actor"),
@@ -192,35 +192,35 @@ def test_failure_of_who_is_leaving_is_told_and_the_run_stays_resumable() -> None
 
 def test_workers_that_never_start_are_killed_and_named() -> None:
     supervisor = new_run()
-    *kills, finish = supervisor.handle(DeadlinePassed(Timer.START, "rollout-1 rank 0"))
+    *kills, finish = supervisor.handle(TimerExpired(RunTimer.START, "rollout-1 rank 0"))
     assert kills == [KillGang(name) for name in NAMES]
     assert finish == Finish(
         1, "rollout-1 rank 0: not at work 300 s after the start (launcher.start_timeout_s); see logs/"
     )
 
 
-@pytest.mark.parametrize("timer", [Timer.START, Timer.STOP])
-def test_deadlines_of_a_phase_that_is_over_mean_nothing(timer: Timer) -> None:
+@pytest.mark.parametrize("timer", [RunTimer.START, RunTimer.STOP])
+def test_deadlines_of_a_phase_that_is_over_mean_nothing(timer: RunTimer) -> None:
     supervisor = started_run()
     supervisor.handle(GangExited("actor", 1, "RuntimeError: no", 0, 10.0))
-    assert supervisor.handle(DeadlinePassed(timer)) == []
+    assert supervisor.handle(TimerExpired(timer)) == []
 
 
 def test_start_deadline_means_nothing_once_all_are_at_work() -> None:
-    assert started_run().handle(DeadlinePassed(Timer.START)) == []
+    assert started_run().handle(TimerExpired(RunTimer.START)) == []
 
 
 def test_service_that_does_not_leave_is_killed_and_the_run_is_done() -> None:
     supervisor = started_run()
     supervisor.handle(LastStepDone())
     leave(supervisor, "rollout-0", "rollout-1", "actor", "controller")
-    assert supervisor.handle(DeadlinePassed(Timer.EXIT)) == [KillGang("storage-0"), Finish(0, "done")]
+    assert supervisor.handle(TimerExpired(RunTimer.EXIT)) == [KillGang("storage-0"), Finish(0, "done")]
 
 
 def test_rollout_that_outlives_an_actor_without_a_last_step_fails_the_run() -> None:
     supervisor = started_run()
     leave(supervisor, "actor", "rollout-0")
-    finish = supervisor.handle(DeadlinePassed(Timer.STOP))[-1]
+    finish = supervisor.handle(TimerExpired(RunTimer.STOP))[-1]
     assert isinstance(finish, Finish)
     assert finish.code == 1
     assert "rollout-1" in finish.message
@@ -266,7 +266,7 @@ def test_evaluators_that_have_left_are_not_waited_for() -> None:
 def test_evaluators_that_take_too_long_are_given_up_and_the_run_is_done() -> None:
     supervisor = trained_run()
     leave(supervisor, "rollout-1", "evaluate-0")
-    assert supervisor.handle(DeadlinePassed(Timer.EVALUATE)) == STOP
+    assert supervisor.handle(TimerExpired(RunTimer.EVALUATE)) == STOP
     assert leave(supervisor, "evaluate-1") == EXIT_IN_PEACE
     why = "evaluate-1: not ready 600 s after the last step (evaluate.timeout_s); given up"
     assert leave(supervisor, "controller", "storage-0") == [Finish(0, why)]
@@ -275,8 +275,8 @@ def test_evaluators_that_take_too_long_are_given_up_and_the_run_is_done() -> Non
 def test_stuck_evaluators_are_killed_in_the_end() -> None:
     supervisor = trained_run()
     leave(supervisor, "rollout-1", "evaluate-0")
-    supervisor.handle(DeadlinePassed(Timer.EVALUATE))
-    *kills, finish = supervisor.handle(DeadlinePassed(Timer.STOP))
+    supervisor.handle(TimerExpired(RunTimer.EVALUATE))
+    *kills, finish = supervisor.handle(TimerExpired(RunTimer.STOP))
     assert KillGang("evaluate-1") in kills
     assert finish == Finish(0, "evaluate-1: still running 30 s after the stop (launcher.stop_timeout_s); killed")
 
@@ -285,7 +285,7 @@ def test_interrupted_run_does_not_wait_for_evaluators() -> None:
     supervisor = started_run(*EVALUATORS)
     assert supervisor.handle(StopRequested(1)) == STOP
     assert leave(supervisor, "rollout-0", "rollout-1", "actor") == []
-    assert supervisor.handle(DeadlinePassed(Timer.EVALUATE)) == []
+    assert supervisor.handle(TimerExpired(RunTimer.EVALUATE)) == []
     assert leave(supervisor, *EVALUATORS) == EXIT_IN_PEACE
     assert leave(supervisor, "controller", "storage-0") == [Finish(75, "stopped")]
 

@@ -10,7 +10,6 @@ from launcher.process.run_events import (
     AllReady,
     Arm,
     AtWork,
-    DeadlinePassed,
     DumpStacks,
     Event,
     Finish,
@@ -25,10 +24,11 @@ from launcher.process.run_events import (
     Restore,
     Restored,
     RestoreFailed,
+    RunTimer,
     SetPhase,
     StartGang,
     StopRequested,
-    Timer,
+    TimerExpired,
 )
 from launcher.run.supervisor import FirstStarts, RestartBudget, Supervisor
 
@@ -89,12 +89,12 @@ def test_what_fails_alike_at_its_first_two_starts_ends_the_run_with_the_cause(ga
     supervisor.handle(AllReady())
     for other in WITH_THE_ACTOR if gang == "actor" else ():
         supervisor.handle(dies(other))
-    supervisor.handle(Restored(0, 1) if gang == "actor" else DeadlinePassed(Timer.RESTART, gang=gang))
+    supervisor.handle(Restored(0, 1) if gang == "actor" else TimerExpired(RunTimer.RESTART, gang=gang))
     supervisor.handle(dies(gang))
     instructions: list[Instruction] = []
     for other in NAMES:
         instructions += supervisor.handle(GangExited(other, 0))
-    instructions += supervisor.handle(DeadlinePassed(Timer.EXIT))
+    instructions += supervisor.handle(TimerExpired(RunTimer.EXIT))
     (finish,) = [one for one in instructions if isinstance(one, Finish)]
     assert finish.code == 1
     assert finish.message.endswith(
@@ -107,9 +107,9 @@ def test_what_fails_alike_at_its_first_two_starts_ends_the_run_with_the_cause(ga
 def test_what_fails_otherwise_the_second_time_starts_again() -> None:
     supervisor = new_run()
     supervisor.handle(dies("ref-0"))
-    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
+    supervisor.handle(TimerExpired(RunTimer.RESTART, gang="ref-0"))
     other = supervisor.handle(GangExited("ref-0", -11, "ended by SIGSEGV"))
-    assert silent(other) == [Arm(Timer.RESTART, 1.0, "ref-0")]
+    assert silent(other) == [Arm(RunTimer.RESTART, 1.0, "ref-0")]
 
 
 def test_numbers_in_an_error_do_not_make_it_another_one() -> None:
@@ -125,15 +125,15 @@ def test_what_once_worked_has_all_its_restarts() -> None:
     supervisor = new_run(max_restarts=3)
     supervisor.handle(AtWork("ref-0"))
     for wait_s in (0.0, 1.0, 2.0):
-        assert silent(supervisor.handle(dies("ref-0"))) == [Arm(Timer.RESTART, wait_s, "ref-0")]
-        assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
+        assert silent(supervisor.handle(dies("ref-0"))) == [Arm(RunTimer.RESTART, wait_s, "ref-0")]
+        assert supervisor.handle(TimerExpired(RunTimer.RESTART, gang="ref-0"))
 
 
 def test_start_that_takes_too_long_names_the_last_failure() -> None:
     supervisor = new_run()
     supervisor.handle(dies("ref-0"))
-    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
-    *_, finish = supervisor.handle(DeadlinePassed(Timer.START, "ref-0 rank 0"))
+    supervisor.handle(TimerExpired(RunTimer.RESTART, gang="ref-0"))
+    *_, finish = supervisor.handle(TimerExpired(RunTimer.START, "ref-0 rank 0"))
     assert finish == Finish(
         1,
         "ref-0 rank 0: not at work 300 s after the start (launcher.start_timeout_s); "
@@ -158,35 +158,35 @@ def test_critic_goes_back_with_the_actor_and_with_what_the_queue_lost(gang: str)
 def test_gang_that_dies_starts_again_by_itself(gang: str) -> None:
     supervisor = working_run()
     out = supervisor.handle(dies(gang))
-    assert silent(out) == [Arm(Timer.RESTART, 0.0, gang)]
+    assert silent(out) == [Arm(RunTimer.RESTART, 0.0, gang)]
     assert "ended by SIGKILL; it starts again" in told(out)
-    assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang=gang)) == [StartGang(gang, 1)]
+    assert supervisor.handle(TimerExpired(RunTimer.RESTART, gang=gang)) == [StartGang(gang, 1)]
 
 
 def test_gang_that_dies_before_all_are_at_work_starts_again() -> None:
-    assert silent(new_run().handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 0.0, "rollout-0")]
+    assert silent(new_run().handle(dies("rollout-0"))) == [Arm(RunTimer.RESTART, 0.0, "rollout-0")]
 
 
 def test_second_restart_waits_a_little() -> None:
     supervisor = working_run()
     supervisor.handle(dies("rollout-0"))
-    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
-    assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 1.0, "rollout-0")]
+    supervisor.handle(TimerExpired(RunTimer.RESTART, gang="rollout-0"))
+    assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(RunTimer.RESTART, 1.0, "rollout-0")]
 
 
 def test_failures_long_ago_do_not_count() -> None:
     now = [0.0]
     supervisor = working_run(max_restarts=1, clock=lambda: now[0])
     for now[0] in (0.0, 1000.0, 2000.0):
-        assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 0.0, "rollout-0")]
-        supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
+        assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(RunTimer.RESTART, 0.0, "rollout-0")]
+        supervisor.handle(TimerExpired(RunTimer.RESTART, gang="rollout-0"))
 
 
 def test_set_wall_clock_changes_nothing_about_restarts() -> None:
     """Times of failures are the wall's: they order what failed at about the same time, and count nothing."""
     supervisor = working_run(max_restarts=1)
     supervisor.handle(GangExited("rollout-0", KILLED, "ended by SIGKILL", 0, at=10_000.0))
-    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
+    supervisor.handle(TimerExpired(RunTimer.RESTART, gang="rollout-0"))
     out = supervisor.handle(GangExited("rollout-0", KILLED, "ended by SIGKILL", 0, at=0.0))
     assert KillGang("actor") in out, "the second failure within the window, whatever the clock says"
 
@@ -211,7 +211,7 @@ def test_gang_that_waits_for_its_restart_joins_that_of_the_actor() -> None:
     supervisor = working_run()
     supervisor.handle(dies("storage-0"))
     supervisor.handle(dies("actor"))
-    assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang="storage-0")) == []
+    assert supervisor.handle(TimerExpired(RunTimer.RESTART, gang="storage-0")) == []
     supervisor.handle(dies("controller-0"))
     assert supervisor.handle(dies("evaluate-0")) == [Restore()]
     assert StartGang("storage-0", 1) in supervisor.handle(Restored(0, 1))
@@ -220,15 +220,15 @@ def test_gang_that_waits_for_its_restart_joins_that_of_the_actor() -> None:
 def test_rollout_that_dies_during_a_restore_starts_again_by_itself() -> None:
     supervisor = working_run()
     supervisor.handle(dies("actor"))
-    assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 0.0, "rollout-0")]
-    assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0")) == [StartGang("rollout-0", 1)]
+    assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(RunTimer.RESTART, 0.0, "rollout-0")]
+    assert supervisor.handle(TimerExpired(RunTimer.RESTART, gang="rollout-0")) == [StartGang("rollout-0", 1)]
 
 
 def test_gang_that_fails_too_often_takes_everything_with_it() -> None:
     supervisor = working_run()
     for _ in range(2):
         supervisor.handle(dies("rollout-0"))
-        supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
+        supervisor.handle(TimerExpired(RunTimer.RESTART, gang="rollout-0"))
     kills = silent(supervisor.handle(dies("rollout-0")))
     assert kills == [KillGang(name) for name in NAMES if name != "rollout-0"]
     *_, last = [supervisor.handle(dies(name)) for name in NAMES if name != "rollout-0"]
@@ -240,7 +240,7 @@ def test_gang_that_fails_too_often_takes_everything_with_it() -> None:
 def test_everything_that_fails_too_often_ends_the_run_and_names_the_cause() -> None:
     supervisor = working_run(max_restarts=0, max_global_restarts=0)
     out = supervisor.handle(GangExited("rollout-1", 1, "ValueError: no", 0, 10.0))
-    assert out == [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
+    assert out == [SetPhase(Phase.STOP), Arm(RunTimer.STOP, 30.0)]
     for name in (*NAMES[3:5], *NAMES[6:], *NAMES[:3]):
         last = supervisor.handle(GangExited(name, 0))
     assert last == [Finish(1, "rollout rank 1 failed: ValueError: no")]
@@ -278,9 +278,9 @@ def test_run_that_has_nothing_to_go_back_to_fails() -> None:
 def test_stuck_rank_is_asked_where_it_is_and_then_killed() -> None:
     supervisor = working_run()
     out = supervisor.handle(RankStuck("rollout-0", 0, "no progress for 1801 s with: generating"))
-    assert out == [DumpStacks(), Arm(Timer.KILL, 1.0, "rollout-0")]
+    assert out == [DumpStacks(), Arm(RunTimer.KILL, 1.0, "rollout-0")]
     assert supervisor.handle(RankStuck("rollout-0", 0, "still none")) == []
-    assert supervisor.handle(DeadlinePassed(Timer.KILL, gang="rollout-0")) == [KillGang("rollout-0")]
+    assert supervisor.handle(TimerExpired(RunTimer.KILL, gang="rollout-0")) == [KillGang("rollout-0")]
     out = supervisor.handle(dies("rollout-0"))
     assert "no progress for 1801 s with: generating; it starts again" in told(out)
 
@@ -293,7 +293,7 @@ def test_stacks_are_written_when_a_deadline_passed() -> None:
 def test_lost_node_ends_the_run_resumably() -> None:
     supervisor = working_run()
     assert SetPhase(Phase.EXIT) in supervisor.handle(NodeLost("node 2 (n2)"))
-    finish = supervisor.handle(DeadlinePassed(Timer.EXIT))[-1]
+    finish = supervisor.handle(TimerExpired(RunTimer.EXIT))[-1]
     assert finish == Finish(75, "node 2 (n2) is gone, and its processes with it")
 
 
@@ -311,8 +311,8 @@ def test_stop_during_a_restore_starts_nobody_again() -> None:
 def test_unit_that_dies_while_the_actor_saves_starts_again() -> None:
     supervisor = working_run()
     supervisor.handle(StopRequested(1))
-    assert silent(supervisor.handle(dies("storage-0"))) == [Arm(Timer.RESTART, 0.0, "storage-0")]
-    assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang="storage-0")) == [StartGang("storage-0", 1)]
+    assert silent(supervisor.handle(dies("storage-0"))) == [Arm(RunTimer.RESTART, 0.0, "storage-0")]
+    assert supervisor.handle(TimerExpired(RunTimer.RESTART, gang="storage-0")) == [StartGang("storage-0", 1)]
 
 
 def test_rollout_that_dies_after_the_last_step_is_not_started_again() -> None:
@@ -327,7 +327,7 @@ def test_whatever_happens_the_run_ends_and_nobody_runs_twice(seed: int) -> None:
     random_ = random.Random(seed)
     supervisor = new_run(max_restarts=random_.randrange(4), max_global_restarts=random_.randrange(3))
     running, attempts = set(NAMES), dict.fromkeys(NAMES, 0)
-    timers: list[DeadlinePassed] = []
+    timers: list[TimerExpired] = []
     killed: set[str] = set()
     phase, finish, now = Phase.RUN, None, 0.0
     lineage = 0
@@ -347,7 +347,7 @@ def test_whatever_happens_the_run_ends_and_nobody_runs_twice(seed: int) -> None:
                     assert gang in running
                     killed.add(gang)
                 case Arm(timer=timer, gang=gang):
-                    timers.append(DeadlinePassed(timer, gang=gang))
+                    timers.append(TimerExpired(timer, gang=gang))
                 case SetPhase(phase=new):
                     phase = new
                 case Restore():

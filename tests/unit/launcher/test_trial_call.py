@@ -184,7 +184,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def until_ready(self) -> None: ...
 
-        def call(self, *arguments: object, on: str) -> object:
+        def call_and_wait(self, *arguments: object, on: str) -> object:
             return self._function(*arguments)
 
         def close(self) -> None: ...

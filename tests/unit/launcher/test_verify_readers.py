@@ -46,11 +46,11 @@ def write_queue(directory: Path, *parts: PackedBatch) -> None:
         headers, payload = describe(part.columns, narrow=True)
         data = torch.zeros(payload.num_bytes, dtype=torch.uint8)
         payload.write(data)
-        block = store.add(part.indices, headers, data)
-        state.create(part.indices, block, partition=1, groups=part.groups, group_size=2)
+        block = store.add_block(part.indices, headers, data)
+        state.create_rows(part.indices, block, partition=1, groups=part.groups, group_size=2)
         state.confirm(part.indices)
     writer = SnapshotWriter(directory, "storage-0", store, chunk_bytes=2**20)
-    cut = state.cut(after_partition=-1, forget_acks_of=())
+    cut = state.cut_rows(after_partition=-1, forget_acks_of=())
     write_manifest(directory, writer.write(cut.rows, threading.Event())[0], num_rows=len(cut.rows))
 
 
@@ -81,7 +81,7 @@ def test_state_that_cannot_be_read_says_so(tmp_path: Path) -> None:
 
 def ledger_of(directory: Path, dataset: PromptDataset, groups: list[int]) -> Ledger:
     """Write the ledger of groups with their prompts."""
-    prompts = [dataset.prompt(group) for group in groups]
+    prompts = [dataset.prompt_of_group(group) for group in groups]
     columns = {
         "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
         **sample_columns([prompt.tokens for prompt in prompts], [torch.tensor([1])] * len(groups)),
@@ -125,7 +125,7 @@ def test_prompts_are_verified_at_the_time_that_the_run_s_templates_were_told(
     config = config.model_copy(update={"data": data, "model": config.model.model_copy(update={"path": str(model)})})
     rows = read_prompt_rows(data.file, data)
     dataset = PromptDataset(rows, data, model_dir=tmp_path / "own", seed=config.seed)
-    assert dataset.prompt(0).text.startswith("20010203+")
+    assert dataset.prompt_of_group(0).text.startswith("20010203+")
     ledger = ledger_of(tmp_path, dataset, [0, 1])
     written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained}
     assert prompts_of(config, ledger).expected == written

@@ -112,7 +112,7 @@ def test_one_response_that_the_scorer_cannot_bear_costs_only_itself(scorer: Scor
 
     scorer.reply = reply
     batch = [_Waiting({"response": "poison" if number == 2 else "fine"}, Future()) for number in range(5)]
-    scorer.reward()._score(batch)
+    scorer.reward()._score_batch(batch)
     assert len(scorer.asked[0]) == 5
     assert [number for number, one in enumerate(batch) if one.score.exception(DEADLINE_S) is not None] == [2]
     assert isinstance(batch[2].score.exception(), UserCodeFailed)
@@ -168,7 +168,7 @@ def test_what_nobody_foresaw_reaches_whoever_waits(monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(RemoteReward, "_post", broken)
+    monkeypatch.setattr(RemoteReward, "_post_samples", broken)
     reward = RemoteReward(RewardConfig(function="http://127.0.0.1:1/score"))
     for _ in range(20):  # more than there are senders
         with pytest.raises(ZeroDivisionError):

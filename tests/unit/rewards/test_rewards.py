@@ -78,21 +78,21 @@ def test_an_answer_of_nothing_but_spaces_is_read_in_one_pass(text: str) -> None:
 
 def test_one_bad_prompt_of_a_small_step_is_borne_and_a_tenth_of_many_is_not() -> None:
     share = FailedShare(0.1)
-    assert [share.add(4, 16) for _ in range(2)] == ["", ""], "8 of 32"
-    assert share.add(4, 16) == "12 of the last 48", "more than a tenth of a hundred"
+    assert [share.add_step(4, 16) for _ in range(2)] == ["", ""], "8 of 32"
+    assert share.add_step(4, 16) == "12 of the last 48", "more than a tenth of a hundred"
     large = FailedShare(0.1)
-    assert (large.add(51, 512), large.add(52, 512)) == ("", "103 of the last 1,024")
-    assert FailedShare(0.1).add(356, 512) == "356 of the last 512"
+    assert (large.add_step(51, 512), large.add_step(52, 512)) == ("", "103 of the last 1,024")
+    assert FailedShare(0.1).add_step(356, 512) == "356 of the last 512"
 
 
 def test_the_share_is_of_the_last_thousand_and_old_failures_are_forgotten() -> None:
     share = FailedShare(0.1)
-    assert share.add(20, 500) == ""
-    assert all(share.add(0, 500) == "" for _ in range(2))
-    assert share.add(100, 500) == "", "100 of 1,000"
-    assert share.add(1, 500) == "101 of the last 1,000"
+    assert share.add_step(20, 500) == ""
+    assert all(share.add_step(0, 500) == "" for _ in range(2))
+    assert share.add_step(100, 500) == "", "100 of 1,000"
+    assert share.add_step(1, 500) == "101 of the last 1,000"
 
 
 @pytest.mark.parametrize(("most", "failed", "ends"), [(1.0, 512, False), (0.0, 1, True), (0.0, 0, False)])
 def test_the_ends_of_the_setting(most: float, failed: int, ends: bool) -> None:
-    assert bool(FailedShare(most).add(failed, 512)) == ends
+    assert bool(FailedShare(most).add_step(failed, 512)) == ends

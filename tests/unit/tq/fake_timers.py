@@ -11,7 +11,7 @@ class FakeTimers(Timers):
     def __init__(self) -> None:
         self.set: list[tuple[float, Timer]] = []
 
-    def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(callback)
         self.set.append((delay_s, timer))
         return timer

@@ -159,7 +159,7 @@ class HeldUnit:
     def tell(self, change: Change, message: Any) -> None:
         """Every controller hears of a change, or finds it in the next inventory."""
         if not isinstance(message, OutputsWritten):
-            self.journal.apply(message)
+            self.journal.apply_change(message)
         if change not in self.changes:
             self.changes.append(change)
         for name, link in self.links.items():
@@ -179,7 +179,7 @@ class HeldUnit:
             finished.setdefault(partition_of(row), []).append(row)
         return RegisterUnit(self.name, str(self.life), records, finished, earlier=list(self.earlier))
 
-    def accepted(self, controller: str, reply: UnitAccepted) -> None:
+    def note_accepted(self, controller: str, reply: UnitAccepted) -> None:
         """A controller took the inventory, which covers everything that it was not told of."""
         self.registered.add(controller)
         if self.registered == self.links.keys():
@@ -224,10 +224,10 @@ class HeldUnit:
             self.was_done.append(change)
             if change.kind == "commit":
                 columns = sorted(outputs_of(change.task, change.rows[0]))
-                self.journal.apply(OutputsWritten(self.name, change.task, change.rows, columns, [1], 1))
+                self.journal.apply_change(OutputsWritten(self.name, change.task, change.rows, columns, [1], 1))
 
     passes_on = False
-    """Whether commits that a controller tells with its confirmation reach the others (see `UnitPuts._stored`)."""
+    """Whether commits that a controller tells with its confirmation reach others; see `UnitPuts._confirm_stored`."""
 
     def confirm(self, change: Change) -> None:
         """Every controller agreed: the second round."""
@@ -273,7 +273,7 @@ class HeldUnit:
                     if not kept.pending:
                         new.setdefault(task, []).append(row)
         if new:
-            self.journal.apply(confirmation(self.name, new))
+            self.journal.apply_change(confirmation(self.name, new))
         self.sweep()
         return new
 

@@ -121,8 +121,8 @@ class ModelledQueue:
             unit = self.units[event.unit]
             if isinstance(reply, RowsAccepted):
                 self.known.update(event.rows)
-                unit.journal.apply(event)
-                unit.journal.apply(RowsConfirmed(event.unit, event.rows))
+                unit.journal.apply_change(event)
+                unit.journal.apply_change(RowsConfirmed(event.unit, event.rows))
                 unit.learn({task: [event.rows[k] for k in at] for task, at in reply.commits.items()})
             else:
                 assert isinstance(reply, AsyncFlowError)
@@ -180,7 +180,7 @@ class ModelledQueue:
         for row in reply.drop:
             unit.rows.pop(row, None)
         unit.learn(reply.commits)
-        unit.accepted()
+        unit.note_accepted()
 
     def remember(self) -> None:
         """What the shell makes durable when a unit goes, or losses change."""
@@ -202,7 +202,7 @@ class ModelledQueue:
                     unit.rows.pop(row, None)
         else:
             self.apply(event)
-            unit.journal.apply(event)
+            unit.journal.apply_change(event)
 
     def announce(self, unit: FakeUnit, rows: list[int], partition: int) -> None:
         rows = [row for row in rows if row not in unit.rows]

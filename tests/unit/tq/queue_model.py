@@ -68,7 +68,7 @@ class FakeUnit:
         self.life += 1
         self.start()
 
-    def accepted(self) -> None:
+    def note_accepted(self) -> None:
         """The controller has taken an inventory, and knows of all that is in it."""
         self.earlier = []
         self.journal = Life(self.inventory())
@@ -125,7 +125,7 @@ class FakeUnit:
                 if row in self.rows:
                     self.rows[row].commits.setdefault(task, -1)
         if commits:
-            self.journal.apply(confirmation(self.name, commits))
+            self.journal.apply_change(confirmation(self.name, commits))
         self.sweep()
 
     def sweep(self) -> None:

@@ -77,12 +77,12 @@ class Unit:
         headers, payload = describe(columns, narrow=True)
         data = torch.zeros(payload.num_bytes, dtype=torch.uint8)
         payload.write(data)
-        return self.store.add(rows, headers, data)
+        return self.store.add_block(rows, headers, data)
 
     def snapshot(self, directory: Path, *, after_partition: int) -> list[str]:
-        cut = self.state.cut(after_partition=after_partition, forget_acks_of=["train"])
+        cut = self.state.cut_rows(after_partition=after_partition, forget_acks_of=["train"])
         files = SnapshotWriter(directory, self.name, self.store).write(cut.rows, threading.Event())[0]
-        self.state.accounting.unpin(cut.blocks)
+        self.state.accounting.unpin_blocks(cut.blocks)
         return files
 
 
@@ -127,7 +127,7 @@ class Life:
             threads=ServiceThreads("controller-0"),  # it never starts
             saved=kept,
         )
-        self.admitter._admit()
+        self.admitter._admit_steps()
 
     # What admission calls
 
@@ -152,7 +152,8 @@ class Life:
         groups, size = fields["groups"], fields["group_size"]
         block = unit.block(rows, columns)
         assert (
-            unit.state.create(rows, block, partition=partition, groups=groups, group_size=size, commits=commits) is None
+            unit.state.create_rows(rows, block, partition=partition, groups=groups, group_size=size, commits=commits)
+            is None
         )
         created = RowsCreated(
             unit.name, partition, list(rows), list(groups), sorted(columns), [1] * len(rows), 1, size, 60, dict(commits)
@@ -234,7 +235,7 @@ class Life:
     def finish_step(self, step: int) -> None:
         self.version, self.round = step, 0
         self.apply(PublishVersion(step))
-        self.admitter._handle(step)
+        self.admitter._handle_event(step)
         if self.random.random() < 0.5:
             path = self.root / f"{len(list(self.root.iterdir()))}"
             self.due = Saved(step, tuple(self.ledger), path), step - self.schedule.lateness
@@ -260,7 +261,7 @@ class Life:
             by_unit.setdefault(self.unit_of[row], []).append(row)
         for unit, part in by_unit.items():
             values = columns(part)
-            assert unit.state.commit(task, token, part, unit.block(part, values) if values else None) is None
+            assert unit.state.commit_outputs(task, token, part, unit.block(part, values) if values else None) is None
             self.apply(OutputsWritten(unit.name, task, part, sorted(values), [1] * len(part), 1))
         for unit in by_unit:
             unit.state.set_tasks([spec.name for spec in self.tasks])

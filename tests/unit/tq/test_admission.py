@@ -34,8 +34,8 @@ def test_every_group_is_admitted_once_in_order_and_within_the_bound(
     rows: list[int] = []
     for skip in [0, *skips, num_steps]:
         version = min(version + skip, last_step)
-        state.published(version)
-        for step in state.admissible():
+        state.note_published(version)
+        for step in state.admit_steps():
             assert (step - 1) - version <= max_staleness
             for group in state.groups_of(step):
                 assert group.step == step
@@ -48,41 +48,41 @@ def test_every_group_is_admitted_once_in_order_and_within_the_bound(
 
 def test_a_version_admits_exactly_one_more_step() -> None:
     state = AdmissionState(schedule(max_staleness=1), version=0, last_step=60)
-    assert state.admissible() == [1, 2]
-    assert state.admissible() == []
-    state.published(1)
-    assert state.admissible() == [3]
+    assert state.admit_steps() == [1, 2]
+    assert state.admit_steps() == []
+    state.note_published(1)
+    assert state.admit_steps() == [3]
 
 
 def test_sync_admits_a_step_only_on_the_weights_right_before_it() -> None:
     state = AdmissionState(schedule(max_staleness=0), version=0, last_step=60)
-    assert state.admissible() == [1]
-    state.published(1)
-    assert state.admissible() == [2]
+    assert state.admit_steps() == [1]
+    state.note_published(1)
+    assert state.admit_steps() == [2]
 
 
 def test_an_old_version_that_is_announced_late_changes_nothing() -> None:
     state = AdmissionState(schedule(), version=5, last_step=60)
-    assert state.admissible() == [6, 7]
-    state.published(3)
-    assert state.admissible() == []
+    assert state.admit_steps() == [6, 7]
+    state.note_published(3)
+    assert state.admit_steps() == []
 
 
 def test_nothing_is_admitted_beyond_the_last_step() -> None:
     state = AdmissionState(schedule(), version=0, last_step=1)
-    assert state.admissible() == [1]
-    state.published(1)
-    assert state.admissible() == []
+    assert state.admit_steps() == [1]
+    state.note_published(1)
+    assert state.admit_steps() == []
 
 
 def test_group_among_dead_letters_is_replaced_in_its_step_and_later_steps_go_on_behind() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
-    assert state.admissible() == [1, 2]
-    refill = state.refill(1, 1)
+    assert state.admit_steps() == [1, 2]
+    refill = state.refill_group(1, 1)
     assert refill is not None and (refill.group, refill.step, refill.rows) == (4, 1, (8, 9))
-    assert state.refill(1, 1) is None
-    state.published(1)
-    assert state.admissible() == [3]
+    assert state.refill_group(1, 1) is None
+    state.note_published(1)
+    assert state.admit_steps() == [3]
     assert [[group.group for group in state.groups_of(step)] for step in (1, 2, 3)] == [[0, 4], [2, 3], [5, 6]]
     assert state.admitted_groups == 7
     assert [state.step_of(group) for group in range(7)] == [1, 1, 2, 2, 1, 3, 3]
@@ -99,14 +99,14 @@ def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_a_dead_letter(
     state = AdmissionState(schedule(staleness, batch), version=0, last_step=9)
     version, steps = 0, []
     for publish, number in events:
-        steps += state.admissible()
+        steps += state.admit_steps()
         if publish:
             version += 1
-            state.published(version)
+            state.note_published(version)
         elif state.admitted_groups:
             group = number % state.admitted_groups
-            state.refill(state.step_of(group), group)
-        state = AdmissionState(schedule(staleness, batch), version=0, last_step=9).restored(state.mark())
+            state.refill_group(state.step_of(group), group)
+        state = AdmissionState(schedule(staleness, batch), version=0, last_step=9).restore_mark(state.make_mark())
     groups = [group for step in steps for group in state.groups_of(step)]
     assert {group.group for group in groups} | state.replaced == set(range(state.admitted_groups))
     assert all(len(state.groups_of(step)) == batch for step in steps)
@@ -115,18 +115,18 @@ def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_a_dead_letter(
 
 def test_what_is_missing_after_a_restart_is_put_again_row_by_row() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
-    state.admissible()
-    state.refill(1, 0)
-    missing = state.missing({1: [2, 3, 8], 2: [4, 5]})
+    state.admit_steps()
+    state.refill_group(1, 0)
+    missing = state.missing_groups({1: [2, 3, 8], 2: [4, 5]})
     assert [(group.group, group.step, group.rows) for group in missing] == [(4, 1, (9,)), (3, 2, (6, 7))]
-    state.published(1)
-    assert [group.step for group in state.missing({2: [4, 5]})] == [2]
+    state.note_published(1)
+    assert [group.step for group in state.missing_groups({2: [4, 5]})] == [2]
 
 
 def test_lost_rows_are_found_in_their_groups_without_those_among_dead_letters() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
-    state.admissible()
-    state.refill(1, 1)
+    state.admit_steps()
+    state.refill_group(1, 1)
     assert [(group.group, group.rows) for group in state.groups_of_rows([9, 2, 0, 400])] == [(0, (0,)), (4, (9,))]
 
 
@@ -135,9 +135,9 @@ FIRST_READY = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_s
 
 def test_first_ready_admits_a_step_less_ahead_because_groups_may_be_trained_a_step_late() -> None:
     state = AdmissionState(FIRST_READY, version=0, last_step=60)
-    assert state.admissible() == [1, 2]
-    state.published(1)
-    assert state.admissible() == [3]
+    assert state.admit_steps() == [1, 2]
+    state.note_published(1)
+    assert state.admit_steps() == [3]
 
 
 FILTERED = RemovalCause("reward", filtered=True)
@@ -147,7 +147,7 @@ IN_ORDER = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_stal
 @pytest.mark.parametrize("schedule", [IN_ORDER, FIRST_READY], ids=["in_order", "first_ready"])
 def test_groups_that_were_not_trained_fill_the_steps_after_a_resume(schedule: ScheduleConfig) -> None:
     state = AdmissionState(schedule, version=1, last_step=3, trained={0, 4})
-    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admissible()}
+    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admit_steps()}
     assert admitted == {2: [1, 2], 3: [3, 5]}
     assert [state.step_of(group) for group in (1, 2, 3, 5)] == [2, 2, 3, 3]
     assert state.admitted_groups == 6
@@ -155,38 +155,38 @@ def test_groups_that_were_not_trained_fill_the_steps_after_a_resume(schedule: Sc
 
 def test_resumed_run_whose_groups_were_trained_in_order_goes_on_behind_them() -> None:
     state = AdmissionState(FIRST_READY, version=2, last_step=4, trained={0, 1, 2, 3})
-    assert state.admissible() == [3, 4]
+    assert state.admit_steps() == [3, 4]
 
 
 def test_refill_never_takes_the_id_of_a_group_that_was_trained() -> None:
     state = AdmissionState(FIRST_READY, version=1, last_step=4, trained={0, 5})
-    assert state.admissible() == [2, 3]
-    refill = state.refill(2, 2)
+    assert state.admit_steps() == [2, 3]
+    refill = state.refill_group(2, 2)
     assert refill is not None and (refill.group, refill.step) == (6, 2)
     assert [group.group for group in state.groups_of(2)] == [1, 6]
-    state.published(2)
-    assert [group.group for step in state.admissible() for group in state.groups_of(step)] == [7, 8]
+    state.note_published(2)
+    assert [group.group for step in state.admit_steps() for group in state.groups_of(step)] == [7, 8]
     assert [state.step_of(group) for group in (1, 6, 3, 4, 7, 8)] == [2, 2, 3, 3, 4, 4]
 
 
 def test_restarted_admission_looks_at_steps_whose_groups_may_be_late() -> None:
     state = AdmissionState(FIRST_READY, version=0, last_step=60, trained=())
-    state.admissible()
-    state.published(2)
-    state.admissible()
-    mark = state.mark()
-    again = AdmissionState(FIRST_READY, version=0, last_step=60).restored(mark)
-    assert again.untrained() == range(2, 5)
-    missing = again.missing({2: [2, 3], 3: [4], 4: [6, 7]})
+    state.admit_steps()
+    state.note_published(2)
+    state.admit_steps()
+    mark = state.make_mark()
+    again = AdmissionState(FIRST_READY, version=0, last_step=60).restore_mark(mark)
+    assert again.untrained_steps() == range(2, 5)
+    missing = again.missing_groups({2: [2, 3], 3: [4], 4: [6, 7]})
     assert [(group.group, group.step) for group in missing] == [(5, 3)]
 
 
 def test_restarted_admission_of_a_resumed_run_leaves_trained_groups_alone() -> None:
     trained = {0, 1, 3, 4}
     mark = AdmissionState(FIRST_READY, version=2, last_step=3, trained=trained)
-    mark.admissible()
-    again = AdmissionState(FIRST_READY, version=0, last_step=3, trained=trained).restored(mark.mark())
-    assert [(group.group, group.step) for group in again.missing({})] == [(2, 3), (5, 3)]
+    mark.admit_steps()
+    again = AdmissionState(FIRST_READY, version=0, last_step=3, trained=trained).restore_mark(mark.make_mark())
+    assert [(group.group, group.step) for group in again.missing_groups({})] == [(2, 3), (5, 3)]
     assert again.groups_of_rows([0, 2, 3]) == [AdmittedGroup(2, 3, (2,))], "trained groups have no rows here"
 
 
@@ -199,48 +199,50 @@ def test_resumed_run_trains_every_group_once(batch: int, completed: int, last: i
     state = AdmissionState(schedule, version=completed, last_step=last, trained=trained)
     admitted = []
     for version in range(completed, last + 1):
-        state.published(version)
-        admitted += [group.group for step in state.admissible() for group in state.groups_of(step)]
+        state.note_published(version)
+        admitted += [group.group for step in state.admit_steps() for group in state.groups_of(step)]
     assert sorted([*admitted, *trained]) == list(range(last * batch))
 
 
 def test_filtered_groups_are_passed_over_after_a_resume() -> None:
     state = AdmissionState(IN_ORDER, version=1, last_step=3, trained={0, 4}, filtered={2, 5})
-    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admissible()}
+    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admit_steps()}
     assert admitted == {2: [1, 3], 3: [6, 7]}
     assert [state.step_of(group) for group in (1, 3, 6, 7)] == [2, 2, 3, 3]
-    assert state.refill(2, 2, FILTERED) is None and state.groups_of_rows([2, 5]) == []
-    refill = state.refill(2, 3, FILTERED)
+    assert state.refill_group(2, 2, FILTERED) is None and state.groups_of_rows([2, 5]) == []
+    refill = state.refill_group(2, 3, FILTERED)
     assert refill is not None and (refill.group, refill.step) == (8, 2)
-    again = AdmissionState(IN_ORDER, version=0, last_step=3, trained={0, 4}, filtered={2, 5}).restored(state.mark())
-    assert [(group.group, group.step) for group in again.missing({})] == [(1, 2), (8, 2), (6, 3), (7, 3)]
+    again = AdmissionState(IN_ORDER, version=0, last_step=3, trained={0, 4}, filtered={2, 5}).restore_mark(
+        state.make_mark()
+    )
+    assert [(group.group, group.step) for group in again.missing_groups({})] == [(1, 2), (8, 2), (6, 3), (7, 3)]
 
 
 def test_a_step_for_which_too_many_groups_are_filtered_out_is_an_error() -> None:
     state = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2)
-    state.admissible()
-    assert state.refill(1, 0, FILTERED) is not None
-    assert state.refill(1, 1, RemovalCause("reward", 3)) is not None, "those that are dead letters do not count"
-    assert state.refill(2, 2, FILTERED) is not None, "other steps have their own count"
-    assert state.refill(1, 4, FILTERED) is not None
-    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2).restored(state.mark())
+    state.admit_steps()
+    assert state.refill_group(1, 0, FILTERED) is not None
+    assert state.refill_group(1, 1, RemovalCause("reward", 3)) is not None, "those that are dead letters do not count"
+    assert state.refill_group(2, 2, FILTERED) is not None, "other steps have their own count"
+    assert state.refill_group(1, 4, FILTERED) is not None
+    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2).restore_mark(state.make_mark())
     for one in (state, again):
         with pytest.raises(NothingToLearn, match="step 1: 3 groups, 60% of those .* refused by .* or skipped"):
-            one.refill(1, 5, FILTERED)
+            one.refill_group(1, 5, FILTERED)
 
 
 def test_a_step_of_which_too_many_groups_are_dead_letters_is_an_error() -> None:
     state = AdmissionState(IN_ORDER, version=0, last_step=9, max_dead_letters=2)
-    state.admissible()
+    state.admit_steps()
     cause = RemovalCause("actor_rollout", 3)
-    assert state.refill(1, 0, cause) is not None
-    assert state.refill(1, 1, FILTERED) is not None, "those that are filtered out do not count"
-    assert state.refill(2, 2, cause) is not None, "other steps have their own count"
-    assert state.refill(1, 4, cause) is not None
-    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_dead_letters=2).restored(state.mark())
+    assert state.refill_group(1, 0, cause) is not None
+    assert state.refill_group(1, 1, FILTERED) is not None, "those that are filtered out do not count"
+    assert state.refill_group(2, 2, cause) is not None, "other steps have their own count"
+    assert state.refill_group(1, 4, cause) is not None
+    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_dead_letters=2).restore_mark(state.make_mark())
     for one in (state, again):
         with pytest.raises(TooManyFailures, match="step 1: 3 of its 5 groups .* after 3 deliveries to actor_rollout"):
-            one.refill(1, 5, cause)
+            one.refill_group(1, 5, cause)
 
 
 @pytest.mark.parametrize(
@@ -262,23 +264,23 @@ def test_every_group_is_trained_or_filtered_once_over_resumes(events: list[tuple
     completed = 0
     state = AdmissionState(schedule, version=0, last_step=99)
     for kind, number in events:
-        state.admissible()
+        state.admit_steps()
         if kind == 0:
             completed += 1
             groups = {group.group for group in state.groups_of(completed)}
             assert len(groups) == batch and not groups & (trained | filtered)
             trained |= groups
-            state.published(completed)
+            state.note_published(completed)
         elif kind == 1:
-            live = [group.group for step in state.untrained() for group in state.groups_of(step)]
+            live = [group.group for step in state.untrained_steps() for group in state.groups_of(step)]
             live = [group for group in live if group not in trained]
             group = live[number % len(live)]
-            assert state.refill(state.step_of(group), group, FILTERED) is not None
+            assert state.refill_group(state.step_of(group), group, FILTERED) is not None
             filtered.add(group)
         else:
             state = AdmissionState(schedule, version=completed, last_step=99, trained=trained, filtered=filtered)
-    state.admissible()
-    to_come = {group.group for step in state.untrained() for group in state.groups_of(step)} - trained
+    state.admit_steps()
+    to_come = {group.group for step in state.untrained_steps() for group in state.groups_of(step)} - trained
     assert trained | filtered | to_come == set(range(len(trained) + len(filtered) + len(to_come)))
 
 
@@ -287,13 +289,13 @@ def test_ids_in_data_order_are_those_that_nobody_else_has(refills: list[int], ov
     """Against counting one by one."""
     schedule = IN_ORDER.model_copy(update={"rollout_batch_size": 1})
     state = AdmissionState(schedule, version=0, last_step=40, filtered=over)
-    state.published(39)
-    state.admissible()
+    state.note_published(39)
+    state.admit_steps()
     for number in refills:
         group = number % state.admitted_groups
         if group not in over:
-            state.refill(state.step_of(group), group)
-    taken = over | {refill.group for refill in state.refills()}
+            state.refill_group(state.step_of(group), group)
+    taken = over | {refill.group for refill in state.list_refills()}
     in_order = [group for group in range(200) if group not in taken]
     places = [state._in_order(place) for place in range(40)]
     assert places == in_order[:40]
@@ -312,30 +314,30 @@ def test_fed_groups_are_admitted_once_there_is_a_row_for_each_until_the_feed_end
     num_fed, steps = 0, 0
     for number in arrivals:
         num_fed += number
-        state.fed(num_fed, ended=False)
-        while admitted := state.admissible():
+        state.note_fed(num_fed, ended=False)
+        while admitted := state.admit_steps():
             assert admitted == list(range(steps + 1, admitted[-1] + 1))
             steps = admitted[-1]
-            state.published(steps)
+            state.note_published(steps)
             assert state.admitted_groups <= num_fed
         for group in sorted(refilled & set(range(state.admitted_groups))):
             if state.can_refill:
-                state.refill(state.step_of(group), group)
+                state.refill_group(state.step_of(group), group)
         assert state.ended_at is None, "more may come"
         assert state.num_left == num_fed - state.admitted_groups
     assert state.num_left < batch
-    state.fed(num_fed, ended=True)
-    assert state.admissible() == []
+    state.note_fed(num_fed, ended=True)
+    assert state.admit_steps() == []
     assert state.ended_at == steps
 
 
 def test_feed_that_ended_replaces_a_group_with_what_is_left_of_it_and_then_from_its_first_row_on() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=9, num_fed=4)
-    assert state.admissible() == [1, 2]
+    assert state.admit_steps() == [1, 2]
     assert not state.can_refill, "the group waits for a row"
-    state.fed(5, ended=True)
+    state.note_fed(5, ended=True)
     assert (state.ended_at, state.num_left) == (2, 1)
-    assert [state.refill(1, group) for group in (0, 1)] == [
+    assert [state.refill_group(1, group) for group in (0, 1)] == [
         AdmittedGroup(4, 1, (8, 9)),
         AdmittedGroup(5, 1, (10, 11)),  # the feed's reader begins again: row 5 of 5 is row 0
     ]
@@ -344,14 +346,14 @@ def test_feed_that_ended_replaces_a_group_with_what_is_left_of_it_and_then_from_
 
 def test_feed_that_has_a_row_for_every_group_of_the_run_does_not_end_it_early() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=2, num_fed=0)
-    state.fed(4, ended=True)
-    assert state.admissible() == [1, 2]
+    state.note_fed(4, ended=True)
+    assert state.admit_steps() == [1, 2]
     assert state.ended_at is None
 
 
 def test_resumed_run_admits_the_fed_rows_that_were_not_trained() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=1, last_step=9, trained={0, 3}, num_fed=0)
-    state.fed(5, ended=True)
-    assert state.admissible() == [2]
+    state.note_fed(5, ended=True)
+    assert state.admit_steps() == [2]
     assert [group.group for group in state.groups_of(2)] == [1, 2]
     assert (state.ended_at, state.num_left) == (2, 1)

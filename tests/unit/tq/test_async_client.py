@@ -44,7 +44,7 @@ class BlockingClient:
     def get(self, granted: LeaseGrant, names: Any) -> PackedBatch:
         return PackedBatch((3,), dict.fromkeys(names, X["x"]))
 
-    def release(self, granted: LeaseGrant, rows: Any) -> None:
+    def release_rows(self, granted: LeaseGrant, rows: Any) -> None:
         self.calls.append(("release", rows))
         self.released.set()
 
@@ -56,7 +56,7 @@ class BlockingClient:
     def ack(self, granted: LeaseGrant, rows: Any) -> None:
         self.calls.append(("ack", rows))
 
-    def filter(self, granted: LeaseGrant, rows: Any) -> None:
+    def filter_groups(self, granted: LeaseGrant, rows: Any) -> None:
         raise NotImplementedError
 
     def put_rows(self, columns: Any, **options: Any) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def test_those_who_do_not_come_are_given_up_at_the_deadline(make_world: World) -
     request = world.ask("ref", 9)
     world.handle(DeadlinePassed(world.ask("ref", 9)))
     assert "waits for storage-1" in world.answers[3].waiting_for
-    assert world.state.away() == ["storage-1"]
+    assert world.state.list_away_units() == ["storage-1"]
     world.handle(RecoveryDeadline())
     assert [fence.unit for fence in world.fences] == ["storage-0", "storage-1"], "it must hear of it when it is back"
     assert request not in world.answers

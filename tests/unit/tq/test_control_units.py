@@ -51,10 +51,10 @@ def test_unit_is_away_until_it_is_back_or_given_up(make_world: World) -> None:
     for unit in ("storage-0", "storage-1"):
         world.register(unit, incarnation="a")
         world.handle(UnitGone(unit))
-    assert world.state.away() == ["storage-0", "storage-1"]
+    assert world.state.list_away_units() == ["storage-0", "storage-1"]
     world.register("storage-0", incarnation="b")
     world.handle(UnitLost("storage-1"))
-    assert world.state.away() == []
+    assert world.state.list_away_units() == []
 
 
 def test_commit_whose_notification_was_lost_is_learnt_from_the_inventory(make_world: World) -> None:
@@ -351,12 +351,12 @@ def test_void_lease_puts_nothing_into_a_row_that_was_lost_and_put_again(
     for fence in world.fences:
         if isinstance(fence, FenceAll) and fence.unit == unit:
             again.fence_task(fence.task, fence.token, fence.alive)
-    again.create([0], None, partition=1, groups=[0])
+    again.create_rows([0], None, partition=1, groups=[0])
     with pytest.raises(LeaseFenced):
-        again.commit("ref", late, [0], None)
+        again.commit_outputs("ref", late, [0], None)
     world.register(unit, incarnation="1" if unit == "storage-1" else "2")
     world.put([0], unit)
-    again.commit("rollout", world.granted(world.ask("rollout")).token, [0], None)
+    again.commit_outputs("rollout", world.granted(world.ask("rollout")).token, [0], None)
 
 
 def over(*records: RowRecords, incarnation: str = "1", finished: dict[int, list[int]] | None = None) -> RegisterUnit:
@@ -435,9 +435,9 @@ def test_queue_that_was_closed_does_not_end_before_units_of_an_earlier_incarnati
     world.handle(CloseWriting())
     world.handle(RecoveryDeadline())
     waiting = world.ask("look")
-    assert waiting not in world.answers and world.state.away() == ["storage-0"]
+    assert waiting not in world.answers and world.state.list_away_units() == ["storage-0"]
     begin(world, over(held(1)))
-    assert world.lost == [1] and waiting not in world.answers and world.state.away() == []
+    assert world.lost == [1] and waiting not in world.answers and world.state.list_away_units() == []
     world.put([1], "storage-1")
     world.confirm_fences()
     world.write("look", world.granted(waiting))

@@ -71,7 +71,7 @@ class CannedClient:
             raise self.refusals.pop(0)
         self.written.append((granted.rows, columns["y"].values.tolist()))
 
-    def forget(self, granted: LeaseGrant) -> None:
+    def forget_lease(self, granted: LeaseGrant) -> None:
         self.forgotten.append(granted.rows)
 
 

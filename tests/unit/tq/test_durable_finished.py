@@ -32,7 +32,7 @@ def _store() -> CountingStore:
 def remembered(store: CountingStore) -> dict[int, list[int]]:
     """Return what the next incarnation is told."""
     found: dict[int, RowSet] = {}
-    for event in memory_in(store).events():
+    for event in memory_in(store).replay_events():
         assert isinstance(event, RowsFinished)
         found.setdefault(event.partition, RowSet()).update(event.rows)
     return {partition: list(rows) for partition, rows in found.items()}
@@ -66,7 +66,7 @@ def test_no_value_is_larger_than_the_store_takes(store: CountingStore, rows: Seq
     memory_in(store).remember_finished(newly({1: rows}))
     assert len(store.written) <= 256
     assert max(store.written.values()) < _STORE_LIMIT // 50
-    assert sum(store.written.values()) < len(msgspec.msgpack.encode(RowSet(rows).spans())) + 256 * (5 + MAC_BYTES)
+    assert sum(store.written.values()) < len(msgspec.msgpack.encode(RowSet(rows).list_spans())) + 256 * (5 + MAC_BYTES)
 
 
 def test_oldest_partitions_are_forgotten(store: CountingStore) -> None:
@@ -87,7 +87,7 @@ def test_rows_that_could_not_be_saved_are_saved_the_next_time(store: CountingSto
 def test_cleared_partition_is_forgotten(store: CountingStore) -> None:
     memory = memory_in(store)
     memory.remember_finished(newly({1: [0, 2**20], 2: [5]}))
-    memory.remember(OpenPartition(1, 4))
+    memory.remember_event(OpenPartition(1, 4))
     memory.clear(1)
     memory.clear(7)
     assert remembered(store) == {2: [5]}, "nor is the size of the other one"
@@ -104,7 +104,7 @@ def test_controller_forgets_finished_rows_when_their_partition_is_cleared(
         world.write("look", world.granted(world.ask("look")))
     shell.save_finished()
     assert remembered(store) == {1: [0], 2: [5]}
-    shell.apply(ClearPartition(1))
+    shell.apply_event(ClearPartition(1))
     assert remembered(store) == {2: [5]}
 
 

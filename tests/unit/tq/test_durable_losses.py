@@ -259,7 +259,7 @@ class Shell:
         self.finished: dict[int, RowSet] = {}
         self.send = shell_of(state, Memory(cast(DurableMark, self), version=0)).send
 
-    def load(self) -> Mark:
+    def load_mark(self) -> Mark:
         """See `DurableMark`."""
         return Mark()
 
@@ -270,7 +270,7 @@ class Shell:
     def save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
         """See `DurableMark`."""
         assert kind == "finished"
-        self.finished.setdefault(partition, RowSet()).merge(rows)
+        self.finished.setdefault(partition, RowSet()).merge_rows(rows)
 
     def save_lost(self, part: int, records: list[RowRecords]) -> None:
         """See `DurableMark`."""

@@ -34,7 +34,7 @@ class Shell:
         credentials._idle.append(SealedStore(self._store, b"secret"))
         self.memory = Memory(DurableMark(credentials, "controller-0"), version=0)
         self.world = self._make_world(REF, TRAIN, **settings)
-        for event in self.memory.events():
+        for event in self.memory.replay_events():
             self.world.handle(event)
 
     def restart(self, *rows: int) -> None:
@@ -46,7 +46,7 @@ class Shell:
 
     def open(self, num_rows: int) -> None:
         """Somebody declares the partition."""
-        self.memory.remember(OpenPartition(1, num_rows))
+        self.memory.remember_event(OpenPartition(1, num_rows))
         self.world.open(num_rows)
 
     def lose_group(self, row: int) -> None:

@@ -64,7 +64,7 @@ def test_rounds_are_forgotten_two_partitions_later() -> None:
 def test_lease_that_another_reader_answers_for_is_forgotten() -> None:
     held = HeldLeases()
     held.granted(round_of(1, 0), granted(7, [1, 2]))
-    held.forget(granted(7, [1, 2]))
+    held.forget_lease(granted(7, [1, 2]))
     assert held.of_tasks(["train"]) == []
 
 

@@ -57,10 +57,10 @@ class MemoryClient:
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.acked)
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
+    def filter_groups(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         self._take(rows, self.filtered)
 
-    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def release_rows(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.released)
         with self.changed:
             self.ready.extend(rows)

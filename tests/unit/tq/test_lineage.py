@@ -57,11 +57,11 @@ def test_leases_of_an_earlier_lineage_are_void_for_whoever_joins(make_world: Wor
 def test_unit_refuses_tokens_of_earlier_lineages() -> None:
     state = UnitState(lineage=1)
     state.set_tasks(["ref"])
-    state.create([0], None, partition=1, groups=[0])
+    state.create_rows([0], None, partition=1, groups=[0])
     state.confirm([0])
     with pytest.raises(LeaseFenced):
-        state.commit("ref", first_token(0, 99) + 5, [0], None)
-    assert state.commit("ref", first_token(1, 1) + 5, [0], None) is None
+        state.commit_outputs("ref", first_token(0, 99) + 5, [0], None)
+    assert state.commit_outputs("ref", first_token(1, 1) + 5, [0], None) is None
 
 
 def test_tokens_only_ever_grow_and_fit_into_int64() -> None:

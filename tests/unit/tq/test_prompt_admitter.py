@@ -64,7 +64,7 @@ class Prompts:
 def run(mark: AdmissionMark, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
     """Start admission from a mark, and let it put everything."""
     return run_state(
-        AdmissionState(SCHEDULE, version=0, last_step=last_step).restored(mark), known, last_step=last_step
+        AdmissionState(SCHEDULE, version=0, last_step=last_step).restore_mark(mark), known, last_step=last_step
     )
 
 
@@ -74,7 +74,7 @@ class Saved:
     def __init__(self, *rows: int) -> None:
         self._rows = set(rows)
 
-    def take(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
+    def take_groups(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
         for group in groups:
             for row in self._rows.intersection(group.rows):
                 self._rows.remove(row)
@@ -102,7 +102,7 @@ def run_state(
         saved=saved,  # type: ignore[arg-type]
     )
     for event in events:
-        admitter.add(event)
+        admitter.add_event(event)
     admitter.start(known)
     assert client.quiet.wait(10)
     admitter.close()
@@ -145,14 +145,14 @@ def test_finished_samples_of_the_checkpoint_take_the_place_of_prompts_when_their
 
 def test_lost_rows_that_came_back_do_not_end_admission() -> None:
     """A unit that was away may bring them before they are put again."""
-    state = AdmissionState(SCHEDULE, version=0, last_step=2).restored(AdmissionMark(version=1, next_step=3))
+    state = AdmissionState(SCHEDULE, version=0, last_step=2).restore_mark(AdmissionMark(version=1, next_step=3))
     client = run_state(state, {2: [4, 5]}, last_step=2, events=[Lost((4, 5))], exist={5, 6})
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 7]}
 
 
 def test_rows_that_are_put_again_are_prompts() -> None:
     """Somebody may have them in hand, or have written more."""
-    state = AdmissionState(SCHEDULE, version=0, last_step=3).restored(AdmissionMark(version=1, next_step=3))
+    state = AdmissionState(SCHEDULE, version=0, last_step=3).restore_mark(AdmissionMark(version=1, next_step=3))
     client = run_state(state, {2: [4, 5]}, last_step=3, saved=Saved(6, 7, 8), events=[Lost((4, 8))])
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 6, 7], 3: [8, 8, 9, 10, 11]}
     assert client.put[3][0] == client.put[3][-1] == 8, "first finished, then lost"
@@ -177,11 +177,11 @@ def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_
     admitter = fed_admitter(state, client, ended)
     removed = GroupRemoved(1, 0, 2, RemovalCause("rewards", 3))
     for event in (Fed(2, ended=False), removed, Fed(6, ended=False), 1, 1, Fed(6, ended=True)):
-        admitter.add(event)
+        admitter.add_event(event)
     admitter.start(None)
     assert client.quiet.wait(10)
-    admitter.add(2)
-    admitter.add(2)
+    admitter.add_event(2)
+    admitter.add_event(2)
     assert client.stopped.wait(10)
     admitter.close()
     assert client.put == {1: [0, 1, 2, 3, 4, 5], 2: [6, 7, 8, 9]}, "group 2 takes the place of group 0, of step 1"
@@ -190,16 +190,18 @@ def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_
 
 def test_feed_that_ended_long_ago_ends_a_resumed_run_after_its_first_weights() -> None:
     """The trainer would be told to stop while it sends them."""
-    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0).restored(AdmissionMark(version=1, next_step=2))
+    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0).restore_mark(
+        AdmissionMark(version=1, next_step=2)
+    )
     client, ended = FakeClient(1, ()), list[tuple[int, ...]]()
     client.opened[1] = 4
     admitter = fed_admitter(state, client, ended)
     for event in (Fed(2, ended=True), Lost((0,))):
-        admitter.add(event)
+        admitter.add_event(event)
     admitter.start(None)
     assert client.quiet.wait(10)
     assert not client.stopped.is_set()
-    admitter.add(1)
+    admitter.add_event(1)
     assert client.stopped.wait(10)
     admitter.close()
     assert ended == [(1, 0, 1)]

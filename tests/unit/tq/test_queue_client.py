@@ -85,7 +85,7 @@ class Services:
         self.rows: dict[str, list[int]] = {}
         self.closed = False
 
-    def opened(self, service: str) -> "Service | None":
+    def find_open(self, service: str) -> "Service | None":
         return None if service in self.away else Service(self, service)
 
     def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> "Service":
@@ -109,7 +109,7 @@ class Service:
             self.services.told.append((self.name, message))
         return Answer(self.services, message, self.name)
 
-    def call(self, message: Message, *, timeout_s: float) -> Any:
+    def call_service(self, message: Message, *, timeout_s: float) -> Any:
         return self.submit(message).result(timeout_s)
 
 
@@ -304,7 +304,7 @@ def test_controller_that_is_joined_again_does_not_hear_of_rows_that_could_not_be
     services.refusals[Release] = [TransportError("gone")]
     services.closed = True
     with pytest.raises(TransportError):
-        client.data.release(LEASE, LEASE.rows)
+        client.data.release_rows(LEASE, LEASE.rows)
     assert client._session.held.of_tasks(["score"]) == []
 
 

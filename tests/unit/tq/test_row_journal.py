@@ -47,7 +47,7 @@ def removed(reason: RemovalReason, *rows: int, partition: int = 1) -> RowsRemove
 def life(*changes: Change) -> Life:
     told = Life(RegisterUnit(UNIT, "1", [], {}))
     for change in changes:
-        told.apply(change)
+        told.apply_change(change)
     return told
 
 
@@ -141,7 +141,7 @@ def test_changes_that_the_inventory_has_already_change_nothing() -> None:
         again = Life(life(*changes).inventory())
         for change in changes[number:]:
             if not isinstance(change, RowsCreated):  # one that is in the inventory was just made
-                again.apply(change)
+                again.apply_change(change)
         assert again.inventory() == before
 
 
@@ -215,9 +215,11 @@ def test_rewrite_that_a_kill_ended_leaves_what_was_there_or_what_is_now(
 
     with monkeypatch.context() as patched:
         patched.setattr(row_journal.mmap, "mmap", Killed)
-        patched.setattr(RowJournal, "_cut", lambda self, fd: cut(fd) if fd == self._files[1] and left == 0 else None)
+        patched.setattr(
+            RowJournal, "_cut_file", lambda self, fd: cut(fd) if fd == self._files[1] and left == 0 else None
+        )
         with contextlib.suppress(KeyboardInterrupt):
-            first.forget()
+            first.forget_finished()
     assert [rows_of(one) for one in starter.start_unit().earlier] == [[4]]
 
 
@@ -245,7 +247,7 @@ def test_open_commit_is_not_noted_by_a_rewrite_unless_the_file_gets_far_too_larg
     journal.append(confirmed(4))
     starter.holds.records = [RowRecords(1, [4], [2], [2], [5], [7], ["of_look", "x"], ["look"])]
     journal.open_commits += 1
-    journal.forget()
+    journal.forget_finished()
     while journal._end < 2 * 4096:
         journal.append(confirmed(4))
     assert [record.done for one in starter.start_unit().earlier for record in one.records] == [[]]
@@ -277,6 +279,6 @@ def test_unit_that_nobody_keeps_memory_for_keeps_no_journal(starter: Starter, ca
     caplog.clear()
     for one in (journal, starter.start_unit()):
         one.append(created(4))
-        one.forget()
+        one.forget_finished()
         assert one.earlier == []
     assert not caplog.text

@@ -63,35 +63,35 @@ ANSWER_ONLY = Kept(PROMPT | RESPONSE, frozenset({"rollout"}))
 def test_rows_within_the_staleness_bound_of_their_new_step_are_kept(
     row: SavedRow, step: int, kept: Kept | None
 ) -> None:
-    assert rule().kept(row, step=step) == kept
+    assert rule().decide_kept(row, step=step) == kept
 
 
 def test_bound_of_0_keeps_what_the_checkpoint_s_weights_generated() -> None:
-    assert rule(max_staleness=0).kept(saved(20), step=21) == BOTH
-    assert rule(max_staleness=0).kept(saved(19), step=21) is None
-    assert rule(max_staleness=0).kept(saved(20), step=22) is None
+    assert rule(max_staleness=0).decide_kept(saved(20), step=21) == BOTH
+    assert rule(max_staleness=0).decide_kept(saved(19), step=21) is None
+    assert rule(max_staleness=0).decide_kept(saved(20), step=22) is None
 
 
 def test_columns_of_a_task_that_is_gone_are_dropped() -> None:
-    assert rule(tasks=(TASKS[0], TASKS[2])).kept(saved(20), step=21) == ANSWER_ONLY
+    assert rule(tasks=(TASKS[0], TASKS[2])).decide_kept(saved(20), step=21) == ANSWER_ONLY
 
 
 def test_columns_that_hold_no_more_are_computed_again() -> None:
     def usable(partition: int, step: int) -> Collection[str]:
         return PROMPT | RESPONSE | ({"ref_log_probs"} if partition == step else set())
 
-    assert rule(usable=usable).kept(saved(20, partition=21), step=21) == BOTH
-    assert rule(usable=usable).kept(saved(20, partition=22), step=21) == ANSWER_ONLY
+    assert rule(usable=usable).decide_kept(saved(20, partition=21), step=21) == BOTH
+    assert rule(usable=usable).decide_kept(saved(20, partition=22), step=21) == ANSWER_ONLY
 
 
 def test_task_with_one_of_two_columns_is_done_again() -> None:
     tasks = (TASKS[0], TaskSpec("ref", PROMPT, frozenset({"ref_log_probs", "entropy"})), TASKS[2])
-    assert rule(tasks=tasks).kept(saved(20), step=21) == ANSWER_ONLY
+    assert rule(tasks=tasks).decide_kept(saved(20), step=21) == ANSWER_ONLY
 
 
 def test_responses_without_what_generation_now_writes_are_generated_again() -> None:
     tasks = (TaskSpec("rollout", PROMPT, RESPONSE | {"rewards"}), *TASKS[1:])
-    assert rule(tasks=tasks).kept(saved(20), step=21) is None
+    assert rule(tasks=tasks).decide_kept(saved(20), step=21) is None
 
 
 # Reading
@@ -101,8 +101,8 @@ def put(state: UnitState, store: BlockStore, rows: list[int], columns: dict[str,
     headers, payload = describe(columns, narrow=True)
     data = torch.zeros(payload.num_bytes, dtype=torch.uint8)
     payload.write(data)
-    state.create(
-        rows, store.add(rows, headers, data), partition=partition, groups=[row // 2 for row in rows], group_size=2
+    state.create_rows(
+        rows, store.add_block(rows, headers, data), partition=partition, groups=[row // 2 for row in rows], group_size=2
     )
     state.confirm(rows)
 
@@ -132,7 +132,7 @@ def _snapshot(tmp_path: Path) -> Path:
         for rows, partition, columns in puts:
             put(state, store, rows, columns, partition)
         writer = SnapshotWriter(tmp_path, unit, store)
-        cut = state.cut(after_partition=-1, forget_acks_of=())
+        cut = state.cut_rows(after_partition=-1, forget_acks_of=())
         files += writer.write(cut.rows, threading.Event())[0]
     write_manifest(tmp_path, files, num_rows=6)
     return tmp_path
@@ -144,7 +144,7 @@ def groups(step: int, *ids: int) -> list[AdmittedGroup]:
 
 def taken(rows: SavedRows, admitted: list[AdmittedGroup], *, most: int = 100) -> dict[int, SnapshotChunk]:
     pieces = {}
-    for piece in rows.take(admitted, most=most):
+    for piece in rows.take_groups(admitted, most=most):
         assert len(piece.rows) <= most
         for k, row in enumerate(piece.rows):
             assert row not in pieces

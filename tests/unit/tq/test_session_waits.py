@@ -14,14 +14,14 @@ from tq.messages import LeaseGrant
 def test_a_unit_is_away_only_since_somebody_said_so() -> None:
     now = 0.0
     absence = Absence(lambda: now)
-    assert absence.lasts(away=False) == 0.0
+    assert absence.note_answer(away=False) == 0.0
     now = 10.0  # the lead was gone so long; the one that was started in its place knows no unit yet
-    assert absence.lasts(away=True) == 0.0
+    assert absence.note_answer(away=True) == 0.0
     now = 14.0
-    assert absence.lasts(away=True) == 4.0
-    assert absence.lasts(away=False) == 0.0
+    assert absence.note_answer(away=True) == 4.0
+    assert absence.note_answer(away=False) == 0.0
     now = 20.0
-    assert absence.lasts(away=True) == 0.0
+    assert absence.note_answer(away=True) == 0.0
 
 
 class OneUnit:
@@ -36,13 +36,13 @@ class OneUnit:
     def may_answer(self, unit: str) -> bool:
         return self._may_answer
 
-    def deadline(self) -> Any:
+    def start_deadline(self) -> Any:
         return SimpleNamespace(left_s=1.0)
 
-    def unit(self, name: str, timeout_s: float) -> Any:
+    def connect_unit(self, name: str, timeout_s: float) -> Any:
         return SimpleNamespace(submit=lambda message: Future())
 
-    controller = unit
+    connect_controller = connect_unit
 
     def answer(self, future: Any, service: str, message: Any, timeout_s: float) -> Any:
         if service == "controller-0":
@@ -61,7 +61,7 @@ class OneUnit:
             except TransportError:
                 assert self._answers, "nothing is left to try"
 
-    def post(self, service: str, message: Any) -> None:
+    def post_message(self, service: str, message: Any) -> None:
         pass
 
 

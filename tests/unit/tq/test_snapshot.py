@@ -33,12 +33,14 @@ class Unit:
         headers, payload = describe(columns, narrow=True)
         data = torch.zeros(payload.num_bytes, dtype=torch.uint8)
         payload.write(data)
-        block = self.store.add(rows, headers, data)
-        self.state.create(rows, block, partition=partition, groups=[row // 2 for row in rows], group_size=group_size)
+        block = self.store.add_block(rows, headers, data)
+        self.state.create_rows(
+            rows, block, partition=partition, groups=[row // 2 for row in rows], group_size=group_size
+        )
         self.state.confirm(rows)
 
     def cut(self) -> Cut:
-        return self.state.cut(after_partition=-1, forget_acks_of=())
+        return self.state.cut_rows(after_partition=-1, forget_acks_of=())
 
     def write(self, directory: Path, *, chunk_bytes: int = 2**26) -> list[str]:
         writer = SnapshotWriter(directory, self.name, self.store, chunk_bytes=chunk_bytes)

@@ -32,7 +32,7 @@ def wait(monitor: StallMonitor, clock: Clock, answer: NoRows, *, times: int) -> 
     for _ in range(times):
         monitor.ask("train", 20)
         clock.now_s += 20
-        monitor.waited(answer)
+        monitor.note_no_rows(answer)
 
 
 def test_gives_up_when_producers_are_gone_without_a_break(clock: Clock) -> None:
@@ -40,7 +40,7 @@ def test_gives_up_when_producers_are_gone_without_a_break(clock: Clock) -> None:
     wait(monitor, clock, ALONE, times=3)
     wait(monitor, clock, ALIVE, times=1)
     wait(monitor, clock, ALONE, times=3)
-    monitor.served()
+    monitor.note_served()
     wait(monitor, clock, ALONE, times=3)
     with pytest.raises(ProducersGone, match=r"train: waits for column y, but for 60 s no process was connected"):
         wait(monitor, clock, ALONE, times=1)
@@ -83,12 +83,12 @@ def test_one_rank_narrates(clock: Clock, caplog: pytest.LogCaptureFixture) -> No
 def test_unreadable_rows_are_an_error_after_a_while(clock: Clock) -> None:
     monitor = StallMonitor(producers_timeout_s=60, clock=clock)
     gone = TransportError("storage-0 is gone")
-    monitor.unreadable(gone)
+    monitor.note_unreadable(gone)
     clock.now_s += 59
-    monitor.unreadable(gone)
-    monitor.served()
+    monitor.note_unreadable(gone)
+    monitor.note_served()
     clock.now_s += 59
-    monitor.unreadable(gone)
+    monitor.note_unreadable(gone)
     clock.now_s += 60
     with pytest.raises(TransportError, match="storage-0"):
-        monitor.unreadable(gone)
+        monitor.note_unreadable(gone)

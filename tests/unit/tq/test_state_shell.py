@@ -28,7 +28,7 @@ from tq.messages import (
 class FakeCall:
     """Writes down its reply."""
 
-    reply: Callable[[Any], None]
+    send_reply: Callable[[Any], None]
     message: Message = Done()  # noqa: RUF009
 
 

@@ -33,7 +33,7 @@ def described(parts: dict[int, list[int]]) -> dict[int, list[RowRecords]]:
 
 def lost_in(store: CountingStore) -> list[int]:
     """Return the lost rows that the next incarnation is told of."""
-    told = [event for event in memory_in(store).events() if isinstance(event, RowsLost)]
+    told = [event for event in memory_in(store).replay_events() if isinstance(event, RowsLost)]
     return sorted(row for event in told for record in event.records for row in record.rows)
 
 
@@ -44,14 +44,14 @@ def refills(number: int) -> list[Refill]:
 def refills_in(store: CountingStore) -> list[Refill]:
     """Return the refills that the next incarnation knows of."""
     mark = memory_in(store).admission
-    return [] if mark is None else AdmissionState(SCHEDULE, version=0, last_step=9).restored(mark).refills()
+    return [] if mark is None else AdmissionState(SCHEDULE, version=0, last_step=9).restore_mark(mark).list_refills()
 
 
 @pytest.mark.slow  # a million rows
 def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_groups(store: CountingStore) -> None:
     memory, lost = memory_in(store), Losses(1)
     lost.lose(ROWS)
-    memory.remember_losses(lambda: ({1: RowSet(range(0, 2_000_000, 2))}, described(lost.take())))
+    memory.remember_losses(lambda: ({1: RowSet(range(0, 2_000_000, 2))}, described(lost.take_changed_parts())))
     memory.remember_admission(AdmissionMark(0, 9, refills(NUM_REFILLS)))
     assert max(store.written.values()) < LARGEST_VALUE
     assert lost_in(store) == list(ROWS)
@@ -67,9 +67,9 @@ def test_rows_that_a_partition_lacks_are_written_in_parts_and_only_where_they_ch
     memory.remember_removed(1, lambda _: removed.copy())
     assert store.written_bytes - before < LARGEST_VALUE
     told = RowSet()
-    for event in memory_in(store).events():
+    for event in memory_in(store).replay_events():
         assert isinstance(event, RowsLacking) and event.partition == 1
-        told.merge(event.rows)
+        told.merge_rows(event.rows)
     assert told == removed
 
 
@@ -93,14 +93,14 @@ def test_refills_go_on_after_a_restart(store: CountingStore, number: int) -> Non
 def test_rows_that_are_lost_no_more_leave_the_store_part_by_part(store: CountingStore) -> None:
     memory, lost = memory_in(store), Losses(1)
     lost.lose(range(100_000))
-    memory.remember_losses(lambda: ({}, described(lost.take())))
+    memory.remember_losses(lambda: ({}, described(lost.take_changed_parts())))
     store.written.clear()
     for number in itertools.chain(range(50_000), [70_000]):
         lost.end(number)
-    memory.remember_losses(lambda: ({}, described(lost.take())))
+    memory.remember_losses(lambda: ({}, described(lost.take_changed_parts())))
     assert lost_in(store) == [number for number in range(50_000, 100_000) if number != 70_000]
     assert len(store.written) == 2, "the part that is over in half, and the one of row 70,000"
-    lost.back(90_000)
+    lost.note_put_again(90_000)
     assert not lost.changed, "the unit may not know yet who was done with it"
     lost.end(90_000)
     assert lost.changed

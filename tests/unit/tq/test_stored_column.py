@@ -38,18 +38,18 @@ def test_only_sequences_have_tokens() -> None:
 def test_rows_are_equal_however_they_were_narrowed(rows: list[list[int]]) -> None:
     column = Column.of_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
     positions = range(len(rows))
-    assert stored(column).equals(positions, stored(column, narrow=False), list(positions))
+    assert stored(column).equals_rows(positions, stored(column, narrow=False), list(positions))
     longer = Column.concatenate([column, Column.of_rows([torch.tensor([2**40])])])
-    assert stored(column).equals(positions, stored(longer), positions)
+    assert stored(column).equals_rows(positions, stored(longer), positions)
 
 
 def test_rows_differ_by_bits_shape_kind_or_dtype() -> None:
     nan = stored(Column.of_rows([torch.tensor([float("nan"), 0.0])]))
-    assert nan.equals([0], stored(Column.of_rows([torch.tensor([float("nan"), 0.0])])), [0])
-    assert not nan.equals([0], stored(Column.of_rows([torch.tensor([float("nan"), -0.0])])), [0])
-    assert not nan.equals([0], stored(Column.of_rows([torch.tensor([0.0, 1.0]).half()])), [0])
-    assert not stored(Column.of_texts(["x"])).equals([0], stored(Column.of_bytes([b"x"])), [0])
+    assert nan.equals_rows([0], stored(Column.of_rows([torch.tensor([float("nan"), 0.0])])), [0])
+    assert not nan.equals_rows([0], stored(Column.of_rows([torch.tensor([float("nan"), -0.0])])), [0])
+    assert not nan.equals_rows([0], stored(Column.of_rows([torch.tensor([0.0, 1.0]).half()])), [0])
+    assert not stored(Column.of_texts(["x"])).equals_rows([0], stored(Column.of_bytes([b"x"])), [0])
     six = torch.arange(6)
-    assert not stored(Column.of_rows([six.view(2, 3)])).equals([0], stored(Column.of_rows([six.view(3, 2)])), [0])
-    assert not stored(Column.of_rows([six])).equals([0], stored(Column.of_rows([six + 1])), [0])
-    assert not stored(Column.of_rows([six])).equals([0], stored(Column.of_rows([six + 1000])), [0])
+    assert not stored(Column.of_rows([six.view(2, 3)])).equals_rows([0], stored(Column.of_rows([six.view(3, 2)])), [0])
+    assert not stored(Column.of_rows([six])).equals_rows([0], stored(Column.of_rows([six + 1])), [0])
+    assert not stored(Column.of_rows([six])).equals_rows([0], stored(Column.of_rows([six + 1000])), [0])

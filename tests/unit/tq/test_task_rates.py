@@ -6,7 +6,7 @@ from tq.messages import TaskStats
 
 def rate(rates: TaskRates, acked: int, now: float) -> float:
     stats = TaskStats("ref", 0, 0, 0, 0, 0, acked=acked)
-    rates.note([stats], now)
+    rates.note_rates([stats], now)
     return stats.rows_per_s
 
 

@@ -15,12 +15,12 @@ def test_time_of_an_earlier_break_does_not_count_for_a_later_one() -> None:
     assert timers.live() == []
     graces.begin("storage-0")
     first()  # it was about to run when it was cancelled
-    assert not graces.over(*expired[-1])
+    assert not graces.is_grace_over(*expired[-1])
     second = timers.set[1][1].callback
     assert second is not None
     second()
-    assert graces.over(*expired[-1])
-    assert not graces.over(*expired[-1])
+    assert graces.is_grace_over(*expired[-1])
+    assert not graces.is_grace_over(*expired[-1])
 
 
 def test_units_are_away_each_for_itself() -> None:
@@ -33,4 +33,4 @@ def test_units_are_away_each_for_itself() -> None:
     assert timers.live() == [30.0]
     assert timers.set[0][1].callback is not None
     timers.set[0][1].callback()
-    assert graces.over(*expired[-1])
+    assert graces.is_grace_over(*expired[-1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist, TransportError
-from asyncflow.transport.frame import Payload, Piece
+from asyncflow.transport.frame import Payload, PayloadPiece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
@@ -38,12 +38,12 @@ class World:
         headers, payload = describe(columns, narrow=True)
         data = torch.empty(payload.num_bytes, dtype=torch.uint8)
         payload.write(data)
-        return self.store.add(rows, headers, data)
+        return self.store.add_block(rows, headers, data)
 
     def create(
         self, rows: Sequence[int], columns: Mapping[str, Column], *, partition: int = 1, confirm: bool = True
     ) -> Repeated | None:
-        repeated = self.state.create(rows, self.block(rows, columns), partition=partition, groups=rows)
+        repeated = self.state.create_rows(rows, self.block(rows, columns), partition=partition, groups=rows)
         if confirm:
             self.state.confirm(rows)
         return repeated
@@ -51,11 +51,11 @@ class World:
     def commit(
         self, task: str, token: int, rows: Sequence[int], columns: Mapping[str, Column] | None = None
     ) -> Repeated | None:
-        return self.state.commit(task, token, rows, self.block(rows, columns or {}))
+        return self.state.commit_outputs(task, token, rows, self.block(rows, columns or {}))
 
     def read(self, rows: Sequence[int], *names: str) -> dict[str, Column]:
-        parts = self.state.locate(rows, names)
-        headers, pieces = self.store.describe(parts, wide=True)
+        parts = self.state.locate_columns(rows, names)
+        headers, pieces = self.store.describe_rows(parts, wide=True)
         return unpack(headers, _written([piece for column in pieces for piece in column]))
 
     def records(self) -> list[RowRecords]:
@@ -66,7 +66,7 @@ class World:
         return self.state.accounting.num_bytes
 
 
-def _written(pieces: Sequence[Piece]) -> torch.Tensor:
+def _written(pieces: Sequence[PayloadPiece]) -> torch.Tensor:
     payload = Payload(pieces)
     out = torch.zeros(payload.num_bytes, dtype=torch.uint8)
     payload.write(out)
@@ -89,7 +89,7 @@ def test_rows_are_read_in_the_order_asked(unit: World) -> None:
 
 def test_neighbours_of_one_block_are_one_slice(unit: World) -> None:
     unit.create([3], {"prompts": numbers(3)})
-    parts = unit.state.locate([0, 1, 2, 3, 1], ["prompts"])["prompts"]
+    parts = unit.state.locate_columns([0, 1, 2, 3, 1], ["prompts"])["prompts"]
     assert [positions for _, positions in parts] == [range(3), range(1), range(1, 2)]
 
 
@@ -113,7 +113,7 @@ def test_same_rows_put_again_are_recognised(unit: World) -> None:
 def test_same_rows_of_another_group_are_no_repetition(unit: World, groups: list[int], group_size: int) -> None:
     block = unit.block([0, 1, 2], {"prompts": numbers(0, 1, 2)})
     with pytest.raises(RowsExist):
-        unit.state.create([0, 1, 2], block, partition=1, groups=groups, group_size=group_size)
+        unit.state.create_rows([0, 1, 2], block, partition=1, groups=groups, group_size=group_size)
 
 
 def test_malformed_create_leaves_nothing_behind(unit: World) -> None:
@@ -124,14 +124,14 @@ def test_malformed_create_leaves_nothing_behind(unit: World) -> None:
     with pytest.raises(PeerRefused, match="names no rows"):
         unit.create([], {})
     with pytest.raises(PeerRefused, match="groups"):
-        unit.state.create([3], None, partition=1, groups=[])
+        unit.state.create_rows([3], None, partition=1, groups=[])
     with pytest.raises(PeerRefused, match="commits"):
-        unit.state.create([3], None, partition=1, groups=[0], commits={"ref": [1]})
+        unit.state.create_rows([3], None, partition=1, groups=[0], commits={"ref": [1]})
     assert len(unit.state) == 3
 
 
 def test_commit_is_one_atom(unit: World) -> None:
-    unit.state.fence("ref", 5, [1])
+    unit.state.fence_rows("ref", 5, [1])
     with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0, 1], {"ref": numbers(1, 2)})
     with pytest.raises(PeerRefused, match="not written"):
@@ -169,7 +169,7 @@ def test_put_that_overlaps_an_earlier_one_is_an_error_and_stores_nothing(unit: W
 
 
 def test_put_after_a_fence_is_refused_and_the_new_owner_may_put(unit: World) -> None:
-    unit.state.fence("ref", 7, [0, 1])
+    unit.state.fence_rows("ref", 7, [0, 1])
     with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
     assert unit.commit("ref", 8, [0], {"ref": numbers(2)}) is None
@@ -180,7 +180,7 @@ def test_put_after_a_fence_is_refused_and_the_new_owner_may_put(unit: World) -> 
 
 def test_put_that_was_carried_out_before_a_fence_is_still_recognised(unit: World) -> None:
     unit.commit("ref", 4, [0], {"ref": numbers(1)})
-    unit.state.fence("ref", 7, [0])
+    unit.state.fence_rows("ref", 7, [0])
     assert unit.commit("ref", 4, [0], {"ref": numbers(1)}) is not None
 
 
@@ -191,8 +191,8 @@ def test_unknown_task_is_refused_before_it_leaves_columns_behind(unit: World) ->
 
 
 def test_fence_concerns_one_task_and_never_moves_back(unit: World) -> None:
-    unit.state.fence("ref", 7, [0])
-    unit.state.fence("ref", 3, [0])
+    unit.state.fence_rows("ref", 7, [0])
+    unit.state.fence_rows("ref", 3, [0])
     assert unit.commit("train", 4, [0], {"rewards": numbers(1)}) is None
     with pytest.raises(LeaseFenced):
         unit.commit("ref", 6, [0], {"ref": numbers(1)})
@@ -210,7 +210,7 @@ def test_fenced_task_lets_only_living_and_newer_leases_put(unit: World) -> None:
 def test_fences_count_as_deliveries_once_and_only_while_the_task_is_not_done(unit: World) -> None:
     unit.commit("train", 1, [0])
     for token in (5, 5, 9):
-        unit.state.fence("train", token, [0, 1])
+        unit.state.fence_rows("train", token, [0, 1])
     records = {tuple(record.rows): record.deliveries for record in unit.records()}
     assert records == {(0,): {}, (1, 2): {"train": [2, 0]}}
 
@@ -226,7 +226,7 @@ def test_row_goes_when_every_task_is_done_and_late_puts_are_told_apart(unit: Wor
         unit.commit("train", 5, [0])
     with pytest.raises(RowsExist):
         unit.create([0], {"prompts": numbers(0)})
-    unit.state.fence("ref", 9, [0])
+    unit.state.fence_rows("ref", 9, [0])
 
 
 def test_rows_that_were_done_before_the_tasks_are_known_go_when_they_are() -> None:
@@ -240,7 +240,7 @@ def test_rows_that_were_done_before_the_tasks_are_known_go_when_they_are() -> No
 
 def test_row_that_nobody_confirmed_stays_however_done_it_is() -> None:
     unit = World(tasks=["train"])
-    unit.state.create([0], None, partition=1, groups=[0], commits={"train": [0]})
+    unit.state.create_rows([0], None, partition=1, groups=[0], commits={"train": [0]})
     assert len(unit.state) == 1
     unit.state.confirm([0])
     assert (len(unit.state), unit.state.finished()) == (0, {1: [0]})
@@ -249,7 +249,7 @@ def test_row_that_nobody_confirmed_stays_however_done_it_is() -> None:
 def test_row_that_was_finished_when_it_came_does_not_wait_for_a_checkpoint() -> None:
     """What tasks wrote went with another unit: a snapshot could not say what is missing."""
     unit = World(tasks=["ref", "train"], retain=True)
-    unit.state.create([0, 1, 2], None, partition=1, groups=[0, 1, 2], commits={"ref": [2], "train": [2]})
+    unit.state.create_rows([0, 1, 2], None, partition=1, groups=[0, 1, 2], commits={"ref": [2], "train": [2]})
     unit.state.learn_commits({"ref": [0, 1], "train": [0]})
     unit.state.confirm([0, 1, 2])
     assert unit.state.finished() == {1: [0]}
@@ -283,11 +283,11 @@ def test_block_is_counted_in_full_until_its_last_row_goes(unit: World) -> None:
 
 
 def test_pinned_block_stays_until_it_was_read(unit: World) -> None:
-    [(block, _)] = unit.state.locate([0], ["prompts"])["prompts"]
+    [(block, _)] = unit.state.locate_columns([0], ["prompts"])["prompts"]
     unit.state.accounting.pin([block])
     unit.state.clear(1)
     assert unit.state.accounting.take_gone() == []
-    unit.state.accounting.unpin([block])
+    unit.state.accounting.unpin_blocks([block])
     assert unit.state.accounting.take_gone() == [block]
     assert unit.num_bytes == 0
 
@@ -300,12 +300,12 @@ def test_survivors_of_a_thin_block_move(unit: World) -> None:
     assert not unit.state.accounting.has_thin
     unit.state.remove([17])
     [thin] = unit.state.accounting.take_thin()
-    positions = unit.state.survivors(thin)
-    moved = unit.store.compact(thin, positions)
+    positions = unit.state.find_survivors(thin)
+    moved = unit.store.compact_block(thin, positions)
     assert moved is not None
     unit.state.remove([19])  # meanwhile
-    unit.state.move(thin, moved, positions)
-    unit.state.accounting.unpin([thin])
+    unit.state.move_block(thin, moved, positions)
+    unit.state.accounting.unpin_blocks([thin])
     assert unit.state.accounting.take_gone() == [thin]
     assert unit.num_bytes < held / 4
     read = unit.read([18], "prompts", "x")
@@ -362,7 +362,7 @@ def test_cleared_partition_is_gone(unit: World) -> None:
 def test_inventory_tells_what_the_unit_holds() -> None:
     unit = World()
     columns = {"prompts": tokens(3, 5), "x": numbers(0, 0)}
-    unit.state.create([0, 1], unit.block([0, 1], columns), partition=4, groups=[7, 7])
+    unit.state.create_rows([0, 1], unit.block([0, 1], columns), partition=4, groups=[7, 7])
     unit.commit("ref", 2, [1], {"ref": numbers(1)})
     assert take_inventory("storage-0", "abc", unit.state, held=False).records == [
         RowRecords(4, [0], [7], [2], [3], [3 + 4], ["prompts", "x"], []),
@@ -390,12 +390,12 @@ def test_cut_is_what_was_confirmed_and_forgets_what_it_should(unit: World) -> No
     unit.create([8], {"prompts": numbers(8)}, partition=2)
     unit.create([9], {"prompts": numbers(9)}, partition=2, confirm=False)
     unit.commit("ref", 1, [8], {"ref": numbers(1)})
-    cut = unit.state.cut(after_partition=1, forget_acks_of=["ref"])
+    cut = unit.state.cut_rows(after_partition=1, forget_acks_of=["ref"])
     assert [(row.number, row.commits, sorted(row.places)) for row in cut.rows] == [(8, (), ["prompts"])]
     unit.state.clear(2)
     assert unit.state.accounting.num_bytes > 0, "the cut's blocks stay"
     unit.state.accounting.take_gone()
-    unit.state.accounting.unpin(cut.blocks)
+    unit.state.accounting.unpin_blocks(cut.blocks)
     assert unit.state.accounting.take_gone() == cut.blocks
 
 
@@ -410,14 +410,14 @@ def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: p
     unit.commit("train", 2, [1])
     assert unit.state.accounting.take_resting(300) == []
     [block] = unit.state.accounting.take_resting(0)
-    assert unit.store.spill(block)
-    assert unit.state.accounting.spilled(block, home)
-    unit.state.accounting.unpin([block])
+    assert unit.store.spill_block(block)
+    assert unit.state.accounting.mark_spilled(block, home)
+    unit.state.accounting.unpin_blocks([block])
     assert (unit.num_bytes, unit.state.accounting.spilled_bytes) == (0, held)
     assert torch.equal(unit.read([1], "prompts")["prompts"].values, torch.arange(200))
     unit.state.release_checkpointed(1)
     assert unit.state.accounting.spilled_bytes == unit.state.accounting.retained_bytes == 0
-    unit.store.delete(unit.state.accounting.take_gone())
+    unit.store.delete_blocks(unit.state.accounting.take_gone())
     unit.store.close()
 
 
@@ -446,9 +446,9 @@ def test_backend_of_the_users_that_raises_is_named(caplog: pytest.LogCaptureFixt
     data = torch.empty(payload.num_bytes, dtype=torch.uint8)
     payload.write(data)
     with pytest.raises(TransportError, match=r"^tq.backend: Broken raised ValueError: no room$"):
-        store.add([0], headers, data)
-    block = BlockStore(MemoryBackend(), None, prefix="u", token_columns=()).add([0], headers, data)
+        store.add_block([0], headers, data)
+    block = BlockStore(MemoryBackend(), None, prefix="u", token_columns=()).add_block([0], headers, data)
     assert block is not None
     block.home = store.backend
-    store.delete([block])
+    store.delete_blocks([block])
     assert "tq.backend: Broken raised ValueError: no such key" in caplog.text

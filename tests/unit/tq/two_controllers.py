@@ -74,7 +74,7 @@ class TwoControllers:
 
     def ask_lead(self) -> None:
         """The other controller tells of what it lost, and hears who was done with it."""
-        losses = self.controllers["other"].state.losses()
+        losses = self.controllers["other"].state.list_losses()
         reply = self.apply("lead", TellLost(losses))
         rows = [row for loss in losses for record in loss.records for row in record.rows]
         done = {task: [rows[k] for k in places] for task, places in reply.commits.items()}
@@ -169,7 +169,7 @@ class TwoControllers:
         link.connected = True
         reply = self.apply(name, held_unit.inventory())
         assert isinstance(reply, UnitAccepted)
-        held_unit.accepted(name, reply)
+        held_unit.note_accepted(name, reply)
         self.hear(held_unit)
 
     def notice(self, unit: str, name: str) -> None:

@@ -28,27 +28,27 @@ def _peer(arena: Arena) -> PeerArena:
 
 def test_receiver_reads_what_was_written_where_it_is(arena: Arena, peer: PeerArena) -> None:
     offset = _put(arena, 5, 1000)
-    view = peer.borrow(offset, 1000, arena.offer.generation)
+    view = peer.borrow_region(offset, 1000, arena.offer.generation)
     assert torch.equal(view, torch.full((1000,), 5, dtype=torch.uint8))
     view[0] = 6
-    assert arena.region(offset, 1)[0] == 6
+    assert arena.view_region(offset, 1)[0] == 6
 
 
 def test_region_is_used_again_only_after_its_last_view_is_gone(arena: Arena, peer: PeerArena) -> None:
     offset = _put(arena, 1, 64)
-    views = [peer.borrow(offset, 64, arena.offer.generation)]
+    views = [peer.borrow_region(offset, 64, arena.offer.generation)]
     views += [views[0][8:16].view(torch.int32), views[0].numpy()[:3], views[0].view(8, 8).t()]
     while views:
         assert take_released(peer.released, 10) == []
         views.pop(0)
     assert take_released(peer.released, 10) == [offset]
-    arena.release([offset])
+    arena.release_regions([offset])
     assert arena.idle
-    assert arena.allocate(64) == offset
+    assert arena.allocate_region(64) == offset
 
 
 def test_last_view_may_go_in_any_thread(arena: Arena, peer: PeerArena) -> None:
-    held = [peer.borrow(_put(arena, k, 64), 64, arena.offer.generation) for k in range(20)]
+    held = [peer.borrow_region(_put(arena, k, 64), 64, arena.offer.generation) for k in range(20)]
     threads = [threading.Thread(target=held.pop) for _ in range(20)]
     for thread in threads:
         thread.start()
@@ -56,13 +56,13 @@ def test_last_view_may_go_in_any_thread(arena: Arena, peer: PeerArena) -> None:
         thread.join(10)
     first, rest = take_released(peer.released, 15), take_released(peer.released, 15)
     assert (len(first), len(rest)) == (15, 5)
-    arena.release(first + rest)
+    arena.release_regions(first + rest)
     assert arena.idle
 
 
 def test_views_outlive_both_ends(arena: Arena) -> None:
     offset = _put(arena, 9, 100)
-    view = PeerArena(os.getpid(), arena.offer).borrow(offset, 100, arena.offer.generation)
+    view = PeerArena(os.getpid(), arena.offer).borrow_region(offset, 100, arena.offer.generation)
     arena.close()
     del arena
     assert int(view.sum()) == 900
@@ -81,22 +81,22 @@ def test_handles_that_do_not_belong_to_the_arena_are_refused(arena: Arena, peer:
         (offset, 64, generation ^ 1),
     ):
         with pytest.raises(TransportError, match="does not belong"):
-            peer.borrow(*bad)
+            peer.borrow_region(*bad)
 
 
 def test_release_of_what_was_not_sent_is_refused(arena: Arena) -> None:
     offset = _put(arena, 1, 64)
-    arena.release([offset])
+    arena.release_regions([offset])
     for bad in (offset, offset + 64, 0, 2**63):
         with pytest.raises(TransportError, match="no region is in use"):
-            arena.release([bad])
+            arena.release_regions([bad])
 
 
 def test_arena_without_room_says_so(arena: Arena) -> None:
-    assert arena.allocate(NUM_BYTES) is None
-    offset = arena.allocate(NUM_BYTES - 4096)
+    assert arena.allocate_region(NUM_BYTES) is None
+    offset = arena.allocate_region(NUM_BYTES - 4096)
     assert offset == 4096
-    assert arena.allocate(1) is None
+    assert arena.allocate_region(1) is None
 
 
 def test_nothing_but_the_offered_memory_is_mapped(arena: Arena) -> None:
@@ -125,18 +125,18 @@ def test_descriptors_are_closed_once_the_peer_has_the_mapping() -> None:
     peer = PeerArena(os.getpid(), arena.offer)
     assert _descriptors() == before + 1
     offset = _put(arena, 1, 64)
-    peer.borrow(offset, 64, arena.offer.generation)
-    arena.release(take_released(peer.released, 1))
+    peer.borrow_region(offset, 64, arena.offer.generation)
+    arena.release_regions(take_released(peer.released, 1))
     arena.close()
     arena.close()
     assert _descriptors() == before
-    assert arena.allocate(64) == offset
+    assert arena.allocate_region(64) == offset
 
 
 def _put(arena: Arena, value: int, num_bytes: int) -> int:
-    offset = arena.allocate(num_bytes)
+    offset = arena.allocate_region(num_bytes)
     assert offset is not None
-    arena.region(offset, num_bytes).fill_(value)
+    arena.view_region(offset, num_bytes).fill_(value)
     return offset
 
 

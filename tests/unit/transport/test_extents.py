@@ -17,45 +17,45 @@ def test_part_is_the_lowest_that_fits_between_the_parts_in_use(steps: list[int |
         if isinstance(step, float):
             if used:
                 start = sorted(used)[int(step * len(used))]
-                extents.free(start)
+                extents.free_extent(start)
                 del used[start]
             continue
         size = max(1, -(-step // ALIGN_BYTES)) * ALIGN_BYTES
         ends = sorted([0, *(start + length for start, length in used.items())])
         fitting = (end for end, start in zip(ends, [*sorted(used), SPAN], strict=True) if start - end >= size)
         expected = next(fitting, None)
-        assert extents.allocate(step) == expected
+        assert extents.allocate_extent(step) == expected
         if expected is not None:
             used[expected] = size
         assert extents.in_use == len(used)
     for start in used:
-        extents.free(start)
-    assert extents.allocate(SPAN) == 0
+        extents.free_extent(start)
+    assert extents.allocate_extent(SPAN) == 0
 
 
 def test_lowest_address_that_fits_is_used_again() -> None:
     extents = Extents(SPAN)
-    first, second, third = (extents.allocate(size) for size in (128, 256, 64))
+    first, second, third = (extents.allocate_extent(size) for size in (128, 256, 64))
     assert (first, second, third) == (0, 128, 384)
-    extents.free(128)
-    extents.free(0)
-    assert extents.allocate(384) == 0
+    extents.free_extent(128)
+    extents.free_extent(0)
+    assert extents.allocate_extent(384) == 0
     assert extents.highest == 448
 
 
 def test_what_does_not_fit_is_refused() -> None:
     extents = Extents(SPAN)
-    assert extents.allocate(SPAN + 1) is None
-    assert extents.allocate(SPAN) == 0
-    assert extents.allocate(0) is None
-    extents.free(0)
-    assert Extents(ALIGN_BYTES - 1).allocate(1) is None
+    assert extents.allocate_extent(SPAN + 1) is None
+    assert extents.allocate_extent(SPAN) == 0
+    assert extents.allocate_extent(0) is None
+    extents.free_extent(0)
+    assert Extents(ALIGN_BYTES - 1).allocate_extent(1) is None
 
 
 def test_only_what_is_in_use_can_be_freed() -> None:
     extents = Extents(SPAN)
-    extents.allocate(100)
-    extents.free(0)
+    extents.allocate_extent(100)
+    extents.free_extent(0)
     for start in (0, 64, SPAN):
         with pytest.raises(KeyError):
-            extents.free(start)
+            extents.free_extent(start)

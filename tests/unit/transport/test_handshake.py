@@ -9,10 +9,10 @@ from torch.distributed import TCPStore
 
 from asyncflow.errors import TransportError
 from asyncflow.transport import meeting as handshake
-from asyncflow.transport.meeting import Ask, Credentials, accept_channel, ask_for_channel, ask_key, pair_key
+from asyncflow.transport.meeting import ChannelAsk, Credentials, accept_channel, ask_for_channel, ask_key, pair_key
 
 SECRET = b"secret"
-ASK = Ask("0123", "ref-0/0", b"n" * 16)
+ASK = ChannelAsk("0123", "ref-0/0", b"n" * 16)
 
 
 def test_keys_of_pairs_differ_in_every_field() -> None:
@@ -115,7 +115,9 @@ def _serve_once(
     patience_s: float = 30,
 ) -> None:
     own = Credentials(store, secret).own_store()
-    ask = msgspec.msgpack.decode(Credentials(store, SECRET).own_store().queue_pop(ask_key("controller")), type=Ask)
+    ask = msgspec.msgpack.decode(
+        Credentials(store, SECRET).own_store().queue_pop(ask_key("controller")), type=ChannelAsk
+    )
     own.set_timeout(timedelta(seconds=patience_s))
     try:
         key = accept_channel(own, secret, "controller", ask)

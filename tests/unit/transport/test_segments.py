@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncflow.transport.frame import DIRECT_BYTES, MESSAGE_BYTES, Payload, Piece, place, segment_bytes, segments
+from asyncflow.transport.frame import DIRECT_BYTES, MESSAGE_BYTES, Payload, PayloadPiece, place, segment_bytes, segments
 
 SIZES = st.sampled_from([0, 1, 7, 1000, DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 3])
 
@@ -30,7 +30,7 @@ def test_segmented_payload_arrives_as_the_packed_one_would(pieces: list[tuple[in
 def test_long_tensors_go_as_they_are_and_what_is_between_is_packed() -> None:
     long = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
     small = torch.zeros(100, dtype=torch.uint8)
-    parts = segments(Payload([Piece((x,), x.dtype) for x in (small, small, long, long, small)]))
+    parts = segments(Payload([PayloadPiece((x,), x.dtype) for x in (small, small, long, long, small)]))
     assert [segment_bytes(part) for part in parts] == [208, DIRECT_BYTES, DIRECT_BYTES, 104]
     assert isinstance(parts[1], Tensor)
     assert parts[1].data_ptr() == long.data_ptr()
@@ -38,16 +38,16 @@ def test_long_tensors_go_as_they_are_and_what_is_between_is_packed() -> None:
 
 def test_packed_messages_stay_short() -> None:
     small = torch.zeros(DIRECT_BYTES // 2, dtype=torch.uint8)
-    parts = segments(Payload([Piece((small,), small.dtype)] * 100))
+    parts = segments(Payload([PayloadPiece((small,), small.dtype)] * 100))
     assert {segment_bytes(part) for part in parts[:-1]} == {MESSAGE_BYTES}
 
 
 def test_nothing_has_no_segments() -> None:
     assert segments(Payload([])) == []
-    assert segments(Payload.of(torch.zeros(0))) == []
+    assert segments(Payload.from_tensor(torch.zeros(0))) == []
 
 
-def _piece(size: int, *, cast: bool, value: int) -> Piece:
+def _piece(size: int, *, cast: bool, value: int) -> PayloadPiece:
     if cast:
-        return Piece((torch.full((size,), value, dtype=torch.int64),), torch.uint8)
-    return Piece((torch.full((size,), value, dtype=torch.uint8),), torch.uint8)
+        return PayloadPiece((torch.full((size,), value, dtype=torch.int64),), torch.uint8)
+    return PayloadPiece((torch.full((size,), value, dtype=torch.uint8),), torch.uint8)

@@ -2,15 +2,15 @@
 
 from agent_clients import plan_of
 
-from weightsync.agent.agent_state import AgentState, Answer, Grant, Instruction, Offer, Pull
-from weightsync.messages import Done, Held
+from weightsync.agent.agent_state import AgentState, AnswerCall, Grant, Instruction, OfferVersion, Pull
+from weightsync.messages import Done, HeldVersion
 from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
 PLAN = plan_of([0, 1])
 ALONE = plan_of([0, 0])
 V0, V1, V2, V3 = (Version(0, step) for step in range(4))
-DONE = Answer("seal", Done())
+DONE = AnswerCall("seal", Done())
 
 
 def agent(*plans: TransferPlan, num_slots: int = 2, max_updating: int | None = None) -> AgentState:
@@ -37,7 +37,7 @@ def take(
 
 def seal(state: AgentState, rank: int, version: Version, *, session: str = "", **checksums: int) -> list[Instruction]:
     given = {int(name[1:]): checksum for name, checksum in checksums.items()} or {rank: 10 + rank}
-    return state.seal("seal", session or f"rank{rank}", rank=rank, version=version, checksums=given)
+    return state.seal_buckets("seal", session or f"rank{rank}", rank=rank, version=version, checksums=given)
 
 
 def write(state: AgentState, version: Version) -> list[Instruction]:
@@ -52,12 +52,12 @@ def grant(rank: int, version: Version, slot: int, plan: TransferPlan = PLAN) -> 
     return Grant(f"take {rank} {version}", version, slot, plan)
 
 
-def offer(call: str, version: Version, slot: int) -> Offer:
-    return Offer(call, version, slot, PLAN, (10, 11))
+def offer(call: str, version: Version, slot: int) -> OfferVersion:
+    return OfferVersion(call, version, slot, PLAN, (10, 11))
 
 
-def held(version: Version, *buckets: int, plan: TransferPlan = PLAN) -> Held:
-    return Held(version, plan.digest(), {bucket: 10 + bucket for bucket in buckets})
+def held(version: Version, *buckets: int, plan: TransferPlan = PLAN) -> HeldVersion:
+    return HeldVersion(version, plan.digest(), {bucket: 10 + bucket for bucket in buckets})
 
 
 def pull(version: Version, bucket: int, slot: int, base: Version | None = None, peer: str = "peer") -> Pull:

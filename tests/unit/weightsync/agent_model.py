@@ -16,8 +16,18 @@ from collections.abc import Iterator, Sequence
 
 from agent_clients import NUM_SENDERS, PLANS, Call, Memory, Peer, Rank, Receiver, Session, Touch, checksum_of, plan_for
 
-from weightsync.agent.agent_state import AgentState, Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
-from weightsync.messages import Done, Held, PeerHas, Repair, SwapTurn, Unneeded
+from weightsync.agent.agent_state import (
+    AgentState,
+    AnswerCall,
+    Grant,
+    Instruction,
+    LacksPlan,
+    OfferVersion,
+    Pull,
+    RefuseCall,
+    Renew,
+)
+from weightsync.messages import Done, HeldVersion, PeerHas, Repair, SwapTurn, Unneeded
 from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
@@ -58,15 +68,15 @@ class AgentModel:
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
-            case Answer(call, reply):
+            case AnswerCall(call, reply):
                 self._answer(call, reply)
-            case Refuse(call, reason):
+            case RefuseCall(call, reason):
                 self._answer(call, reason)
             case Renew(slot):
                 self.memories[slot] = Memory()
             case Grant(call, version, slot, plan):
                 self._grant(call, version, self.memories[slot], plan)
-            case Offer() as offer:
+            case OfferVersion() as offer:
                 self._offer(offer)
             case Pull() as pull:
                 self._pull(pull)
@@ -89,7 +99,7 @@ class AgentModel:
         rank.open_takes -= 1
         rank.step, rank.writing, rank.staged = version.step, (version, memory, own), (version, memory)
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: OfferVersion) -> None:
         call, version, memory = offer.call, offer.version, self.memories[offer.slot]
         assert isinstance(call, Call)
         self._close(call)
@@ -243,25 +253,25 @@ class AgentModel:
         assert rank.session is not None
         checksums = {bucket: checksum_of(version, bucket) for bucket in buckets}
         call = self.call(rank.session, "seal", rank.rank)
-        self.apply(self.state.seal(call, rank.session, rank=rank.rank, version=version, checksums=checksums))
+        self.apply(self.state.seal_buckets(call, rank.session, rank=rank.rank, version=version, checksums=checksums))
 
     def report(self, receiver: Receiver, version: Version, bucket: int) -> None:
         """A receiver found a damaged bucket; the agent looks at its own copy first."""
         assert receiver.session is not None
         receiver.reporting = (version, bucket)
         call, token = self.call(receiver.session, "corrupt"), object()
-        borrowed = self.state.borrow(token, version)
+        borrowed = self.state.borrow_version(token, version)
         if borrowed is not None:
-            self.apply(self.state.release(token, version))
+            self.apply(self.state.release_version(token, version))
             if bucket not in self.memories[borrowed[0]].damaged:
                 call.answered, receiver.reporting = True, None
                 return
-        self.apply(self.state.corrupt(call, receiver.session, version, bucket))
+        self.apply(self.state.report_corrupt(call, receiver.session, version, bucket))
 
     def release(self, receiver: Receiver, version: Version) -> None:
         """A receiver reads a version no more."""
         receiver.held.pop(version).touches.discard(Touch("read", receiver.session, version))
-        self.apply(self.state.release(receiver.session, version))
+        self.apply(self.state.release_version(receiver.session, version))
 
     def leave(self, receiver: Receiver) -> None:
         """A receiver dies; what it held may still be read."""
@@ -275,7 +285,9 @@ class AgentModel:
         """Another agent says what it has."""
         peer.linked = True
         held = [
-            Held(version, plan_for(version).digest(), {bucket: checksum_of(version, bucket) for bucket in buckets})
+            HeldVersion(
+                version, plan_for(version).digest(), {bucket: checksum_of(version, bucket) for bucket in buckets}
+            )
             for version, buckets in peer.has.items()
         ]
         self.apply(self.state.peer_has(peer.name, held))
@@ -288,7 +300,7 @@ class AgentModel:
             memory.fill(pull.bucket, pull.version)
         else:
             memory.damaged.add(pull.bucket)
-        self.apply(self.state.pulled(peer.name, pull.version, pull.bucket, pull.checksum if good else None))
+        self.apply(self.state.end_pull(peer.name, pull.version, pull.bucket, pull.checksum if good else None))
 
     def lose(self, peer: Peer) -> None:
         """The channel to another agent breaks."""
@@ -320,7 +332,7 @@ class AgentModel:
     def lend(self, version: Version) -> None:
         """The agent reads a version itself, for another agent."""
         token = object()
-        borrowed = self.state.borrow(token, version)
+        borrowed = self.state.borrow_version(token, version)
         assert borrowed is not None
         memory = self.memories[borrowed[0]]
         assert memory.version == version
@@ -331,4 +343,4 @@ class AgentModel:
         """It has read the oldest of those."""
         token, version, memory = self.borrowed.pop(0)
         memory.touches.discard(Touch("read", token, version))
-        self.apply(self.state.release(token, version))
+        self.apply(self.state.release_version(token, version))

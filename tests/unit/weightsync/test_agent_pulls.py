@@ -2,7 +2,7 @@
 
 from agent_events import DONE, PLAN, V0, V1, V2, V3, agent, grant, held, pull, seal, take, write
 
-from weightsync.agent.agent_state import AgentState, Answer, LacksPlan, Renew
+from weightsync.agent.agent_state import AgentState, AnswerCall, LacksPlan, Renew
 from weightsync.messages import PeerHas, Unneeded
 from weightsync.version import Version
 
@@ -18,8 +18,8 @@ def test_a_slower_node_finishes_what_it_began_and_then_jumps_to_the_newest() -> 
     state = agent()
     assert state.peer_has("peer", [held(V0, 0, 1)]) == [pull(V0, 0, 0), pull(V0, 1, 0)]
     assert state.peer_has("peer", [held(V0, 0, 1), held(V1, 0, 1), held(V2, 0, 1)]) == []
-    assert state.pulled("peer", V0, 0, 10) == []
-    assert state.pulled("peer", V0, 1, 11) == [pull(V2, 0, 1, V0), pull(V2, 1, 1, V0)]
+    assert state.end_pull("peer", V0, 0, 10) == []
+    assert state.end_pull("peer", V0, 1, 11) == [pull(V2, 0, 1, V0), pull(V2, 1, 1, V0)]
 
 
 def test_a_version_that_can_be_had_whole_goes_before_a_newer_one_that_cannot() -> None:
@@ -32,8 +32,8 @@ def test_what_a_lost_agent_was_asked_for_is_given_to_others() -> None:
     state.peer_has("peer", [held(V1, 0, 1)])
     state.peer_has("other", [held(V1, 0, 1)])
     assert state.peer_lost("peer") == []
-    assert state.pulled("peer", V1, 0, None) == [pull(V1, 0, 0, peer="other")]
-    assert state.pulled("peer", V1, 1, None) == [pull(V1, 1, 0, peer="other")]
+    assert state.end_pull("peer", V1, 0, None) == [pull(V1, 0, 0, peer="other")]
+    assert state.end_pull("peer", V1, 1, None) == [pull(V1, 1, 0, peer="other")]
 
 
 def test_a_bucket_that_its_rank_is_writing_is_not_pulled() -> None:
@@ -46,50 +46,50 @@ def test_a_rank_waits_while_its_buckets_are_pulled() -> None:
     state = agent()
     state.peer_has("peer", [held(V1, 0)])
     assert take(state, 0, V1) == []
-    assert state.pulled("peer", V1, 0, None) == [grant(0, V1, 0)]
+    assert state.end_pull("peer", V1, 0, None) == [grant(0, V1, 0)]
     state.peer_has("peer", [held(V1, 1)])
     assert take(state, 1, V1) == []
-    assert state.pulled("peer", V1, 1, 11) == [Answer("take 1 step 1", Unneeded(V1))]
+    assert state.end_pull("peer", V1, 1, 11) == [AnswerCall("take 1 step 1", Unneeded(V1))]
 
 
 def test_what_was_fetched_ahead_gives_way_to_what_a_rank_writes_first() -> None:
     state = agent()
     write(state, V0)
     assert state.peer_has("peer", [held(V2, 1)]) == [pull(V2, 1, 1, V0)]
-    state.pulled("peer", V2, 1, 11)
+    state.end_pull("peer", V2, 1, 11)
     assert take(state, 0, V1) == [grant(0, V1, 1)]
 
 
 def test_a_bucket_for_memory_that_was_given_up_does_not_count_for_its_successor() -> None:
     state = agent(num_slots=1)
     assert state.peer_has("peer", [held(V1, 0, 1)]) == [pull(V1, 0, 0), pull(V1, 1, 0)]
-    state.pulled("peer", V1, 1, 11)
+    state.end_pull("peer", V1, 1, 11)
     restarted = Version(1, 0)
     assert take(state, 0, restarted, session="new") == [Renew(0), grant(0, restarted, 0)]
     assert state.closed("new") == [Renew(0), pull(V1, 1, 0)], "bucket 0 is still on its way to the old memory"
-    assert state.pulled("peer", V1, 0, 10) == [pull(V1, 0, 0)]
+    assert state.end_pull("peer", V1, 0, 10) == [pull(V1, 0, 0)]
     assert state.held() == [held(V1)]
 
 
 def test_another_agent_is_told_when_there_is_more() -> None:
     state = agent()
-    assert state.watch_peer("first", "agent", 0) == [Answer("first", PeerHas(1, []))]
+    assert state.watch_peer("first", "agent", 0) == [AnswerCall("first", PeerHas(1, []))]
     assert state.watch_peer("second", "agent", 1) == []
     take(state, 0, V1)
-    assert seal(state, 0, V1) == [DONE, Answer("second", PeerHas(2, [held(V1, 0)]))]
+    assert seal(state, 0, V1) == [DONE, AnswerCall("second", PeerHas(2, [held(V1, 0)]))]
 
 
 def test_a_part_that_another_agent_reads_is_kept_until_it_has_read() -> None:
     state = agent(num_slots=2)
     take(state, 0, V1)
     seal(state, 0, V1)
-    assert state.borrow("token", V1) == (0, PLAN)
+    assert state.borrow_version("token", V1) == (0, PLAN)
     state.peer_has("peer", [held(V2, 0, 1)])
-    state.pulled("peer", V2, 0, 10)
-    state.pulled("peer", V2, 1, 11)
-    assert state.borrow("late", V1) is None
-    assert state.holders() == {"token": [V1]}
-    assert state.release("token", V1) == []
+    state.end_pull("peer", V2, 0, 10)
+    state.end_pull("peer", V2, 1, 11)
+    assert state.borrow_version("late", V1) is None
+    assert state.list_holders() == {"token": [V1]}
+    assert state.release_version("token", V1) == []
     assert take(state, 1, V3) == [grant(1, V3, 0)]
 
 
@@ -97,10 +97,10 @@ def test_readers_of_a_damaged_version_do_not_hold_the_next_one_up() -> None:
     state = agent()
     write(state, V1)
     state.watch("watch", "receiver", None)
-    state.corrupt("report", "receiver", V1, 0)
+    state.report_corrupt("report", "receiver", V1, 0)
     write(state, V2)
     assert state.newest == V2
-    state.corrupt("report", "other", V2, 0)
+    state.report_corrupt("report", "other", V2, 0)
     assert take(state, 0, V3) == [grant(0, V3, 1)]
     seal(state, 0, V3)
     take(state, 1, V3)

@@ -3,8 +3,8 @@
 import pytest
 from agent_events import ALONE, DONE, PLAN, V0, V1, V2, V3, agent, grant, held, offer, pull, seal, take, write
 
-from weightsync.agent.agent_state import Answer, Grant, Refuse, Renew
-from weightsync.messages import Held, NoRoom, SwapTurn, Unneeded
+from weightsync.agent.agent_state import AnswerCall, Grant, RefuseCall, Renew
+from weightsync.messages import HeldVersion, NoRoom, SwapTurn, Unneeded
 from weightsync.version import Version
 
 
@@ -33,7 +33,7 @@ def test_an_older_version_that_is_read_holds_a_writer_up_until_it_is_released() 
     state.watch("watch", "receiver", None)
     write(state, V2)
     assert take(state, 0, V3) == []
-    assert state.release("receiver", V1) == [grant(0, V3, 0)]
+    assert state.release_version("receiver", V1) == [grant(0, V3, 0)]
 
 
 def test_a_slow_reader_is_left_behind_with_the_memory() -> None:
@@ -44,7 +44,7 @@ def test_a_slow_reader_is_left_behind_with_the_memory() -> None:
     take(state, 0, V3, deadline=5.0)
     assert state.tick(4.9) == []
     assert state.tick(5.0) == [Renew(0), grant(0, V3, 0)]
-    assert state.release("receiver", V1) == []
+    assert state.release_version("receiver", V1) == []
 
 
 def test_no_writer_waits_for_a_best_effort_reader() -> None:
@@ -52,7 +52,7 @@ def test_no_writer_waits_for_a_best_effort_reader() -> None:
     write(state, V1)
     state.watch("watch", "feed", None, best_effort=True)
     write(state, V2)
-    assert state.holders() == {"feed": [V1]}
+    assert state.list_holders() == {"feed": [V1]}
     assert take(state, 0, V3) == [Renew(0), grant(0, V3, 0)]
 
 
@@ -74,7 +74,7 @@ def test_a_writer_that_waits_too_long_for_writers_is_told_who_uses_the_slots() -
     seal(state, 0, V2)
     take(state, 0, V3, deadline=5.0)
     (answer,) = state.tick(5.0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, AnswerCall)
     assert answer.call == "take 0 step 3"
     assert isinstance(answer.reply, NoRoom)
     assert "step 1 (complete), step 2 (being written); raise weightsync.num_slots" in answer.reply.reason
@@ -83,29 +83,29 @@ def test_a_writer_that_waits_too_long_for_writers_is_told_who_uses_the_slots() -
 def test_a_rank_learns_that_a_newer_version_is_complete() -> None:
     state = agent()
     write(state, V2)
-    assert take(state, 0, V1) == [Answer("take 0 step 1", Unneeded(V2))]
+    assert take(state, 0, V1) == [AnswerCall("take 0 step 1", Unneeded(V2))]
 
 
 def test_a_rank_under_another_plan_is_refused() -> None:
     state = agent(PLAN, ALONE)
     take(state, 0, V1)
     (refusal,) = take(state, 1, V1, plan=ALONE)
-    assert refusal == Refuse("take 1 step 1", "weights of step 1: other ranks write them under another plan")
+    assert refusal == RefuseCall("take 1 step 1", "weights of step 1: other ranks write them under another plan")
 
 
 def test_buckets_of_others_and_slots_that_were_not_granted_are_refused() -> None:
     state = agent()
     take(state, 0, V1)
     for refusal in (*seal(state, 0, V1, b1=5), *seal(state, 1, V1), *seal(state, 0, V1, session="stranger")):
-        assert isinstance(refusal, Refuse)
-    assert state.held() == [Held(V1, PLAN.digest(), {})]
+        assert isinstance(refusal, RefuseCall)
+    assert state.held() == [HeldVersion(V1, PLAN.digest(), {})]
 
 
 def test_a_rank_that_delivered_its_part_is_not_asked_for_it_again() -> None:
     state = agent()
     take(state, 0, V1)
     seal(state, 0, V1)
-    assert take(state, 0, V1) == [Answer("take 0 step 1", Unneeded(V1))]
+    assert take(state, 0, V1) == [AnswerCall("take 0 step 1", Unneeded(V1))]
 
 
 def test_a_rank_that_asks_again_in_the_middle_writes_its_part_once_more() -> None:
@@ -113,7 +113,7 @@ def test_a_rank_that_asks_again_in_the_middle_writes_its_part_once_more() -> Non
     take(state, 0, V1, plan=ALONE)
     seal(state, 0, V1, b0=5)
     assert take(state, 0, V1, plan=ALONE) == [grant(0, V1, 0, ALONE)]
-    assert state.checksum(V1, 0) is None
+    assert state.get_checksum(V1, 0) is None
     seal(state, 0, V1, b0=5)
     assert state.newest is None
     seal(state, 0, V1, b1=6)
@@ -153,8 +153,8 @@ def test_a_seal_of_a_version_that_was_overtaken_is_accepted_and_forgotten() -> N
     take(state, 1, V1)
     write_newer = [held(V2, 0, 1)]
     assert state.peer_has("peer", write_newer) == [pull(V2, 0, 1), pull(V2, 1, 1)]
-    state.pulled("peer", V2, 0, 10)
-    state.pulled("peer", V2, 1, 11)
+    state.end_pull("peer", V2, 0, 10)
+    state.end_pull("peer", V2, 1, 11)
     assert seal(state, 0, V1) == [DONE]
     assert state.held() == [held(V2, 0, 1)]
 
@@ -174,7 +174,7 @@ def test_a_wait_for_an_older_version_ends_when_its_rank_asks_for_a_newer_one() -
     take(state, 0, V1)
     seal(state, 0, V1)
     assert take(state, 0, V2) == []
-    assert take(state, 0, V3) == [Answer("take 0 step 2", Unneeded(V2))]
+    assert take(state, 0, V3) == [AnswerCall("take 0 step 2", Unneeded(V2))]
 
 
 def test_parts_of_a_dead_trainer_do_not_use_up_the_slots() -> None:
@@ -195,8 +195,8 @@ def test_a_new_lineage_is_served_before_one_that_is_over() -> None:
     state.watch("watch", "receiver", None)
     write(state, V2)
     take(state, 0, V3)
-    assert take(state, 0, Version(1, 0), session="new") == [Answer("take 0 step 3", Unneeded(V3))]
-    assert state.release("receiver", V1) == [Grant("take 0 step 0 of lineage 1", Version(1, 0), 0, PLAN)]
+    assert take(state, 0, Version(1, 0), session="new") == [AnswerCall("take 0 step 3", Unneeded(V3))]
+    assert state.release_version("receiver", V1) == [Grant("take 0 step 0 of lineage 1", Version(1, 0), 0, PLAN)]
 
 
 def test_a_watcher_is_offered_only_what_is_newer() -> None:
@@ -205,7 +205,7 @@ def test_a_watcher_is_offered_only_what_is_newer() -> None:
     assert state.watch("first", "receiver", None) == [offer("first", V1, 0)]
     assert state.watch("second", "receiver", V1) == []
     assert write(state, V2) == [DONE, offer("second", V2, 1)]
-    assert state.holders() == {"receiver": [V1, V2]}
+    assert state.list_holders() == {"receiver": [V1, V2]}
 
 
 def test_no_parked_call_of_a_closed_session_is_answered() -> None:
@@ -222,11 +222,11 @@ def test_no_parked_call_of_a_closed_session_is_answered() -> None:
 
 def test_a_turn_is_passed_on_when_its_holder_dies() -> None:
     state = agent(max_updating=1)
-    assert state.ask_swap("a", "receiver a", None) == [Answer("a", SwapTurn(True))]
+    assert state.ask_swap("a", "receiver a", None) == [AnswerCall("a", SwapTurn(True))]
     assert state.ask_swap("b", "receiver b", 9.0) == []
-    assert state.closed("receiver a") == [Answer("b", SwapTurn(True))]
+    assert state.closed("receiver a") == [AnswerCall("b", SwapTurn(True))]
     assert state.ask_swap("c", "receiver c", 9.0) == []
-    assert state.tick(9.0) == [Answer("c", SwapTurn(False))]
+    assert state.tick(9.0) == [AnswerCall("c", SwapTurn(False))]
 
 
 @pytest.mark.parametrize("checksum", [-1, 2**64])
@@ -234,5 +234,5 @@ def test_what_is_no_checksum_is_refused(checksum: int) -> None:
     state = agent()
     take(state, 0, V1)
     (refused,) = seal(state, 0, V1, b0=checksum)
-    assert isinstance(refused, Refuse) and "a value that is not a checksum" in refused.reason
+    assert isinstance(refused, RefuseCall) and "a value that is not a checksum" in refused.reason
     assert seal(state, 0, V1) == [DONE]

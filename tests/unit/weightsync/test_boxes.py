@@ -32,7 +32,7 @@ def shaped_boxes(draw: st.DrawFn, most: int = 6) -> tuple[tuple[int, ...], list[
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A shape and boxes that cover it once, made by cutting again and again."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    boxes = [Box.whole(shape)]
+    boxes = [Box.from_shape(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         axis = draw(st.integers(0, len(shape) - 1))
@@ -66,16 +66,16 @@ def places(shape: tuple[int, ...], box: Box) -> list[int]:
 def test_number_of_elements_and_slices_are_those_of_the_mask(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
     for box in boxes:
-        assert box.inside(shape)
+        assert box.fits_shape(shape)
         assert box.numel == mask(shape, box).sum() == len(places(shape, box))
-    assert Box.whole(shape).numel == math.prod(shape)
+    assert Box.from_shape(shape).numel == math.prod(shape)
 
 
 @given(shaped_boxes())
 def test_run_is_given_exactly_where_the_elements_follow_each_other(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
     for box in boxes:
-        elements, run = places(shape, box), box.run(shape)
+        elements, run = places(shape, box), box.contiguous_run(shape)
         consecutive = all(b == a + 1 for a, b in itertools.pairwise(elements))
         if run is None:
             assert not consecutive
@@ -88,7 +88,7 @@ def test_run_is_given_exactly_where_the_elements_follow_each_other(drawn: tuple[
 @given(shaped_boxes(), st.integers(1, 30))
 def test_cut_gives_the_elements_in_order_in_small_parts(drawn: tuple[tuple[int, ...], list[Box]], most: int) -> None:
     shape, boxes = drawn
-    parts = list(boxes[0].cut(most))
+    parts = list(boxes[0].cut_parts(most))
     assert all(0 < part.numel <= most for part in parts)
     assert [place for part in parts for place in places(shape, part)] == places(shape, boxes[0])
 
@@ -115,14 +115,14 @@ def test_split_of_a_single_element_does_not_give_less() -> None:
 def test_overlap_of_two_is_that_of_their_masks(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
     one, other = boxes[0], boxes[-1]
-    assert one.overlaps(other) == other.overlaps(one) == bool((mask(shape, one) * mask(shape, other)).any())
+    assert one.overlaps_box(other) == other.overlaps_box(one) == bool((mask(shape, one) * mask(shape, other)).any())
 
 
 @given(shaped_boxes(most=2))
 def test_box_within_another_selects_the_same_elements_of_it(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
     inner, outer = boxes[0], boxes[-1]
-    relative = inner.within(outer)
+    relative = inner.relative_to(outer)
     if relative is not None:
         whole = np.arange(math.prod(shape)).reshape(shape)
         assert np.array_equal(whole[outer.slices][relative.slices], whole[inner.slices])
@@ -138,7 +138,7 @@ def test_first_overlap_finds_a_pair_exactly_where_there_is_one(drawn: tuple[tupl
         assert (mask(shape, *boxes) <= 1).all()
     else:
         assert found[0] < found[1]
-        assert boxes[found[0]].overlaps(boxes[found[1]])
+        assert boxes[found[0]].overlaps_box(boxes[found[1]])
 
 
 @given(tilings(), st.data())
@@ -159,7 +159,7 @@ def test_first_overlap_of_a_pinwheel_that_no_axis_tells_apart() -> None:
 
 def test_first_overlap_of_columns_compares_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Box] = []
-    monkeypatch.setattr(Box, "overlaps", lambda self, other: compared.append(other))
+    monkeypatch.setattr(Box, "overlaps_box", lambda self, other: compared.append(other))
     assert first_overlap([Box((0, k), (64, 1)) for k in range(64)]) is None
     grid = itertools.product(range(0, 64, 8), range(64))
     assert first_overlap([Box((row, column), (8, 1)) for row, column in grid]) is None
@@ -167,10 +167,10 @@ def test_first_overlap_of_columns_compares_no_pairs(monkeypatch: pytest.MonkeyPa
 
 
 def test_box_outside_of_a_shape_is_not_inside() -> None:
-    assert not Box((0,), (4,)).inside((3,))
-    assert not Box((-1,), (2,)).inside((3,))
-    assert not Box((0,), (2,)).inside((3, 1))
-    assert not Box((0,), (-1,)).inside((3,))
+    assert not Box((0,), (4,)).fits_shape((3,))
+    assert not Box((-1,), (2,)).fits_shape((3,))
+    assert not Box((0,), (2,)).fits_shape((3, 1))
+    assert not Box((0,), (-1,)).fits_shape((3,))
 
 
 def test_box_reads_as_slices() -> None:

@@ -14,10 +14,10 @@ from weightsync.version import Version
 
 VERSION = Version(1, 42)
 HELD = [
-    ShardSpec("long", (900, 2), "float32", Box.whole((900, 2))),
+    ShardSpec("long", (900, 2), "float32", Box.from_shape((900, 2))),
     ShardSpec("columns", (3, 6), "float32", Box((0, 0), (3, 3))),
-    ShardSpec("flag", (), "bool", Box.whole(())),
-    ShardSpec("scalar", (), "int64", Box.whole(())),
+    ShardSpec("flag", (), "bool", Box.from_shape(())),
+    ShardSpec("scalar", (), "int64", Box.from_shape(())),
 ]
 OTHER = [ShardSpec("columns", (3, 6), "float32", Box((0, 3), (3, 3)))]
 BUCKETS = bucket_layouts(RegionLayout(plan_transfer([HELD, OTHER], bucket_bytes=2**21, dtype="bfloat16")))
@@ -28,14 +28,14 @@ VALUES = [torch.arange(1800.0).view(900, 2), torch.arange(9.0).view(3, 3) + 0.5,
 def sent(version: Version = VERSION, bucket: BucketLayout = BUCKET) -> Tensor:
     """Return a buffer that holds the values and was stamped; what is between pieces is anything."""
     words = torch.full((bucket.num_words,), -1)
-    for piece, value in zip(bucket.pieces(words), VALUES, strict=False):
+    for piece, value in zip(bucket.view_pieces(words), VALUES, strict=False):
         piece.copy_(value[: len(piece)] if value.dim() else value)
-    bucket.stamp(words, version)
+    bucket.stamp_trailer(words, version)
     return words
 
 
 def check(words: Tensor, version: Version = VERSION, bucket: BucketLayout = BUCKET) -> None:
-    bucket.check(bucket.summary(words).tolist(), version)
+    bucket.check(bucket.make_summary(words).tolist(), version)
 
 
 def by_definition(words: list[int]) -> int:
@@ -54,7 +54,7 @@ def by_definition(words: list[int]) -> int:
 def test_pieces_arrive_as_they_were_sent() -> None:
     words = sent()
     check(words)
-    long, columns, flag, scalar = BUCKET.pieces(words.clone())
+    long, columns, flag, scalar = BUCKET.view_pieces(words.clone())
     assert torch.equal(long, VALUES[0].bfloat16()) and torch.equal(columns, VALUES[1].bfloat16())
     assert flag.item() is True and scalar.item() == -7
 
@@ -104,5 +104,5 @@ def test_bucket_in_another_ones_place_is_caught() -> None:
 
 def test_a_buffer_that_is_used_again_carries_the_new_version() -> None:
     words = sent()
-    BUCKET.stamp(words, Version(1, 43))
+    BUCKET.stamp_trailer(words, Version(1, 43))
     check(words, Version(1, 43))

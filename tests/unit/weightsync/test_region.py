@@ -15,7 +15,7 @@ TYPES = {"w": "float32", "cube": "float32", "norm": "int64", "scalar": "bool"}
 
 
 def tensor_of(region: Region, name: str) -> torch.Tensor:
-    return region.tensor(region.layout.plan.names.index(name))
+    return region.view_tensor(region.layout.plan.names.index(name))
 
 
 def make_plan(axis: int, num_ranks: int, bucket_bytes: int, dtype: str = "float32") -> TransferPlan:
@@ -23,7 +23,7 @@ def make_plan(axis: int, num_ranks: int, bucket_bytes: int, dtype: str = "float3
     held: list[list[ShardSpec]] = [[] for _ in range(num_ranks)]
     for name, shape in SHAPES.items():
         if axis >= len(shape):
-            held[-1].append(ShardSpec(name, shape, TYPES[name], Box.whole(shape)))
+            held[-1].append(ShardSpec(name, shape, TYPES[name], Box.from_shape(shape)))
             continue
         cuts = [shape[axis] * k // num_ranks for k in range(num_ranks + 1)]
         for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -55,10 +55,10 @@ def test_what_is_packed_is_unpacked_to_its_place(plan: TransferPlan) -> None:
         packed = source.packed(bucket)
         assert packed.dtype == torch.uint8 and packed.shape == (bucket.num_bytes,)
         out = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        source.pack(bucket.pieces, out)
+        source.pack_pieces(bucket.pieces, out)
         assert out.equal(packed)
         target.unpack(bucket.pieces, packed)
-        assert target.checksum(bucket) == source.checksum(bucket)
+        assert target.bucket_checksum(bucket) == source.bucket_checksum(bucket)
     for name in SHAPES:
         assert tensor_of(target, name).equal(tensor_of(source, name))
 
@@ -66,11 +66,11 @@ def test_what_is_packed_is_unpacked_to_its_place(plan: TransferPlan) -> None:
 @given(plan=PLANS, data=st.data())
 def test_changed_bit_changes_the_checksum_of_its_bucket_alone(plan: TransferPlan, data: st.DataObject) -> None:
     region = filled(plan)
-    before = [region.checksum(bucket) for bucket in plan.buckets]
+    before = [region.bucket_checksum(bucket) for bucket in plan.buckets]
     name = data.draw(st.sampled_from(sorted(SHAPES)))
     flat = tensor_of(region, name).view(-1).view(torch.uint8)
     flat[data.draw(st.integers(0, flat.numel() - 1))] ^= 1
-    after = [region.checksum(bucket) for bucket in plan.buckets]
+    after = [region.bucket_checksum(bucket) for bucket in plan.buckets]
     changed = [bucket for bucket in plan.buckets if before[bucket.index] != after[bucket.index]]
     assert len(changed) == 1
     assert name in {plan.names[piece.tensor] for piece in changed[0].pieces}
@@ -84,14 +84,14 @@ def test_checksum_is_that_of_the_packed_bytes_whatever_the_cut() -> None:
         for bucket in plan.buckets:
             copy = Region(torch.zeros(plan.region_bytes, dtype=torch.uint8), region.layout)
             copy.unpack(bucket.pieces, region.packed(bucket))
-            assert copy.checksum(bucket) == region.checksum(bucket)
+            assert copy.bucket_checksum(bucket) == region.bucket_checksum(bucket)
 
 
 def test_views_are_of_the_memory_itself_in_the_receivers_names() -> None:
     plan = make_plan(0, 2, 4096)
     region = filled(plan)
     needs = {"half": Need((6, 8), ("w",), Box((0, 4), (6, 4))), "scalar": Need(())}
-    views = region.views(match_needs(plan, needs, whole=False))
+    views = region.view_matched(match_needs(plan, needs, whole=False))
     assert views["half"].equal(tensor_of(region, "w")[:, 4:])
     tensor_of(region, "w")[2, 5] = -1.0
     assert views["half"][2, 1] == -1.0
@@ -102,9 +102,9 @@ def test_views_are_of_the_memory_itself_in_the_receivers_names() -> None:
 def test_run_is_where_the_bytes_of_a_piece_lie_together(box: Box, run: tuple[int, int]) -> None:
     plan = make_plan(0, 1, 4096)
     piece = match_needs(plan, {"w": Need((6, 8), box=box)}, whole=False)["w"]
-    assert RegionLayout(plan).run(piece) == run
+    assert RegionLayout(plan).piece_run(piece) == run
     across = match_needs(plan, {"w": Need((6, 8), box=Box((0, 1), (2, 3)))}, whole=False)["w"]
-    assert RegionLayout(plan).run(across) is None
+    assert RegionLayout(plan).piece_run(across) is None
 
 
 def test_a_share_has_room_for_its_own_tensors_alone() -> None:
@@ -113,8 +113,8 @@ def test_a_share_has_room_for_its_own_tensors_alone() -> None:
     share = Region(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     assert layout.num_bytes == sum(plan.tensors[plan.names[number]].room_bytes for number in (0, 2))
     for number in (0, 2):
-        share.tensor(number).copy_(whole.tensor(number))
+        share.view_tensor(number).copy_(whole.view_tensor(number))
     for number in range(4):
-        mine, expected = share.tensor(number), whole.tensor(number)
+        mine, expected = share.view_tensor(number), whole.view_tensor(number)
         assert (mine.shape, mine.dtype, mine.is_meta) == (expected.shape, expected.dtype, number not in (0, 2))
         assert mine.is_meta or mine.equal(expected)

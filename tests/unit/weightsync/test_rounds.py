@@ -1,6 +1,6 @@
 """Who takes part in a broadcast: all that are ready, in one group for as long as nothing changes."""
 
-from weightsync.agent.agent_service import Rounds
+from weightsync.agent.agent_service import BroadcastRounds
 from weightsync.messages import Transfer
 from weightsync.version import Version
 
@@ -8,11 +8,13 @@ PLAN = "digest"
 Replies = list[tuple[object, Transfer]]
 
 
-def begin(rounds: Rounds, step: int, *, trainer: str = "trainer", broken: str = "", deadline: float = 9.0) -> Replies:
+def begin(
+    rounds: BroadcastRounds, step: int, *, trainer: str = "trainer", broken: str = "", deadline: float = 9.0
+) -> Replies:
     return rounds.begin(f"begin {step}", trainer, Version(0, step), PLAN, broken=broken, deadline=deadline)
 
 
-def join(rounds: Rounds, name: str, *, session: str = "", broken: str = "") -> Replies:
+def join(rounds: BroadcastRounds, name: str, *, session: str = "", broken: str = "") -> Replies:
     return rounds.join(f"join {name}", session or name, name, broken)
 
 
@@ -22,7 +24,7 @@ def started(replies: Replies) -> Transfer:
 
 
 def test_broadcast_begins_when_everybody_is_ready() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     assert join(rounds, "b") == join(rounds, "a") == []
     replies = begin(rounds, 1)
     assert {call for call, _ in replies} == {"begin 1", "join a", "join b"}
@@ -32,11 +34,11 @@ def test_broadcast_begins_when_everybody_is_ready() -> None:
 
 
 def test_nobody_is_waited_for_when_nobody_joined() -> None:
-    assert started(begin(Rounds("t"), 1)).members == []
+    assert started(begin(BroadcastRounds("t"), 1)).members == []
 
 
 def test_epoch_is_the_same_for_as_long_as_the_members_are() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     epochs = []
     for step in range(3):
         join(rounds, "a")
@@ -52,7 +54,7 @@ def test_epoch_is_the_same_for_as_long_as_the_members_are() -> None:
 
 
 def test_member_that_dies_is_not_waited_for() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     join(rounds, "a")
     join(rounds, "b")
     started(begin(rounds, 1))
@@ -62,7 +64,7 @@ def test_member_that_dies_is_not_waited_for() -> None:
 
 
 def test_member_that_is_late_is_left_out_until_it_joins_again() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     join(rounds, "a")
     join(rounds, "b")
     first = started(begin(rounds, 1))
@@ -78,7 +80,7 @@ def test_member_that_is_late_is_left_out_until_it_joins_again() -> None:
 
 
 def test_group_that_broke_is_built_again_once() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     for name in "ab":
         join(rounds, name)
     broken = started(begin(rounds, 1)).epoch
@@ -91,7 +93,7 @@ def test_group_that_broke_is_built_again_once() -> None:
 
 
 def test_receiver_that_comes_back_before_its_death_was_seen_is_one_member() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     join(rounds, "a", session="first")
     join(rounds, "a", session="second")
     replies = begin(rounds, 1)
@@ -103,7 +105,7 @@ def test_receiver_that_comes_back_before_its_death_was_seen_is_one_member() -> N
 
 
 def test_another_trainer_process_meets_its_receivers_in_new_groups() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     join(rounds, "a")
     first = started(begin(rounds, 1, trainer="one"))
     join(rounds, "a")
@@ -111,11 +113,11 @@ def test_another_trainer_process_meets_its_receivers_in_new_groups() -> None:
 
 
 def test_trainer_that_dies_while_it_waits_begins_nothing() -> None:
-    rounds = Rounds("t")
+    rounds = BroadcastRounds("t")
     join(rounds, "a")
     started(begin(rounds, 1))
     assert begin(rounds, 2) == rounds.closed("trainer") == join(rounds, "a") == []
 
 
 def test_epochs_of_two_agents_differ() -> None:
-    assert started(begin(Rounds(), 1)).epoch != started(begin(Rounds(), 1)).epoch
+    assert started(begin(BroadcastRounds(), 1)).epoch != started(begin(BroadcastRounds(), 1)).epoch

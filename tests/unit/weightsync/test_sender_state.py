@@ -26,7 +26,7 @@ def test_a_slot_is_asked_for_once_and_belongs_to_who_takes_it() -> None:
     assert state.place(V1) is Where.ASK
     assert state.place(V1) is Where.SOON
     granted = _staged(V1)
-    state.grant(granted)
+    state.grant_slot(granted)
     assert state.place(V1) is granted
     assert state.place(V1) is Where.ASK
 
@@ -49,7 +49,7 @@ def test_a_copy_is_delivered_again_to_the_agent_that_takes_the_place_of_a_dead_o
     state = _linked()
     copy = state.staged = _staged(V1)
     assert state.is_due(copy) and state.undelivered == V1
-    state.arrived(V1)
+    state.note_arrived(V1)
     assert not state.is_due(copy) and state.undelivered is None
     state.unlink()
     assert state.link() is copy
@@ -58,7 +58,7 @@ def test_a_copy_is_delivered_again_to_the_agent_that_takes_the_place_of_a_dead_o
 
 def test_a_version_that_the_agent_has_is_not_copied() -> None:
     state = _linked()
-    state.settle(complete=V2)
+    state.settle_request(complete=V2)
     assert state.place(V2) is Where.NEEDLESS
     assert state.place(V3) is Where.ASK
 
@@ -66,7 +66,7 @@ def test_a_version_that_the_agent_has_is_not_copied() -> None:
 def test_a_refusal_counts_for_the_version_that_was_refused() -> None:
     state = _linked()
     state.place(V1)
-    state.settle(refused="another plan")
+    state.settle_request(refused="another plan")
     assert state.place(V1) is Where.REFUSED
     state.begin()
     assert state.place(V2) is Where.ASK
@@ -94,7 +94,7 @@ def test_the_next_slot_is_asked_for_ahead_unless_it_is_there_or_on_its_way() -> 
     state = _linked()
     assert state.take_ahead(V2)
     assert not state.take_ahead(V2)
-    state.grant(_staged(V2))
+    state.grant_slot(_staged(V2))
     assert not state.take_ahead(V2)
     assert state.take_ahead(V3), "a slot of an older version that went another way is of no use"
 
@@ -103,7 +103,7 @@ def test_a_newer_copy_is_not_replaced_by_an_older_one_that_was_moved() -> None:
     state = _linked()
     old = state.staged = _staged(V1, slot=None)
     new = state.staged = _staged(V2)
-    state.move(old, _staged(V1))
+    state.move_staged(old, _staged(V1))
     assert state.staged is new
     assert not state.is_due(old)
 

@@ -10,7 +10,7 @@ PLAN = plan_of([0, 1])
 
 
 def take(slots: Slots, version: Version, *, dispensable: tuple[int, ...] = ()) -> Slot:
-    slot = slots.take(version, PLAN, "plan", dispensable=dispensable)
+    slot = slots.take_slot(version, PLAN, "plan", dispensable=dispensable)
     assert slot is not None
     return slot
 
@@ -52,19 +52,19 @@ def test_an_older_version_in_use_is_not_replaced(use: str) -> None:
         older.let_write(0, "session")
     else:
         older.pulling[0] = "peer"
-    assert slots.take(Version(0, 3), PLAN, "plan", dispensable=()) is None
+    assert slots.take_slot(Version(0, 3), PLAN, "plan", dispensable=()) is None
 
 
 def test_the_newest_complete_version_is_never_replaced() -> None:
     slots = Slots(1)
     complete(slots, Version(0, 1))
-    assert slots.take(Version(0, 2), PLAN, "plan", dispensable=()) is None
+    assert slots.take_slot(Version(0, 2), PLAN, "plan", dispensable=()) is None
 
 
 def test_a_part_that_waits_for_other_ranks_is_not_replaced_by_a_newer_step() -> None:
     slots = Slots(1)
     take(slots, Version(0, 1)).checksums = {0: 1}
-    assert slots.take(Version(0, 2), PLAN, "plan", dispensable=()) is None
+    assert slots.take_slot(Version(0, 2), PLAN, "plan", dispensable=()) is None
 
 
 def test_a_part_of_an_older_lineage_is_replaced_even_while_it_is_written() -> None:
@@ -101,12 +101,12 @@ def test_a_dropped_version_is_nowhere_and_its_readers_keep_the_memory() -> None:
     slot = complete(slots, Version(0, 1))
     slot.readers.add("receiver")
     slot.dropped = True
-    assert slots.of(Version(0, 1)) is None
+    assert slots.find_slot(Version(0, 1)) is None
     assert slots.newest is None
     assert take(slots, Version(0, 1)) is slot
     assert slot.stained
     assert not slot.readers
-    assert slots.of(Version(0, 1)) is slot
+    assert slots.find_slot(Version(0, 1)) is slot
 
 
 def test_a_dropped_version_that_is_read_is_replaced_last() -> None:

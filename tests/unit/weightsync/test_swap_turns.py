@@ -48,6 +48,6 @@ def test_who_waited_too_long_is_forgotten() -> None:
     turns.ask("call a", "a", 1.0)
     turns.ask("call b", "b", 1.0)
     turns.ask("call c", "c", 2.0)
-    assert turns.overdue(0.5) == []
-    assert turns.overdue(1.0) == ["call b"]
+    assert turns.take_overdue(0.5) == []
+    assert turns.take_overdue(1.0) == ["call b"]
     assert turns.end("a") == ["call c"]

@@ -17,7 +17,7 @@ from weightsync.slot_memory import Region, RegionLayout
 from weightsync.version import Version
 from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 
-SPEC = ShardSpec("w", (4,), "float32", Box.whole((4,)))
+SPEC = ShardSpec("w", (4,), "float32", Box.from_shape((4,)))
 LAYOUT = RegionLayout(plan_transfer([[SPEC]], bucket_bytes=1024, dtype="float32"))
 NEVER = threading.Event()
 
@@ -37,14 +37,14 @@ def test_newest_version_is_loaded_and_others_are_released_once() -> None:
     assert cache.put(ready(3, released))
     assert not cache.put(ready(2, released))
     assert released == [1, 2]
-    assert cache.load(ignore, newer_than=Version(0, 3)) is None
-    assert cache.load(ignore, newer_than=None) == Version(0, 3)
+    assert cache.load_newest(ignore, newer_than=Version(0, 3)) is None
+    assert cache.load_newest(ignore, newer_than=None) == Version(0, 3)
     assert cache.loaded == Version(0, 3)
-    cache.drop()
-    cache.drop()
+    cache.drop_loaded()
+    cache.drop_loaded()
     assert released == [1, 2, 3]
     assert cache.newest == Version(0, 3), "it need not come again"
-    assert cache.load(ignore, newer_than=None) is None
+    assert cache.load_newest(ignore, newer_than=None) is None
 
 
 def test_version_that_is_replaced_while_the_engine_reads_it_is_released_afterwards() -> None:
@@ -55,7 +55,7 @@ def test_version_that_is_replaced_while_the_engine_reads_it_is_released_afterwar
         cache.put(ready(2, released))
         assert not released
 
-    cache.load(replaced_meanwhile, newer_than=None)
+    cache.load_newest(replaced_meanwhile, newer_than=None)
     assert released == [1]
 
 
@@ -63,9 +63,9 @@ def test_adopted_version_is_released_when_the_next_one_is_loaded() -> None:
     cache, released = VersionCache("weights-0", adopts=True), list[int]()
     for step in (1, 2):
         cache.put(ready(step, released))
-        cache.load(ignore, newer_than=None)
+        cache.load_newest(ignore, newer_than=None)
     assert released == [1]
-    cache.drop()
+    cache.drop_loaded()
     cache.put(ready(3, released))
     assert released == [1], "the engine still computes with 2"
 
@@ -73,10 +73,10 @@ def test_adopted_version_is_released_when_the_next_one_is_loaded() -> None:
 def test_engine_that_fails_may_hold_parts_of_both() -> None:
     cache, released = VersionCache("weights-0", adopts=True), list[int]()
     cache.put(ready(1, released))
-    cache.load(ignore, newer_than=None)
+    cache.load_newest(ignore, newer_than=None)
     cache.put(ready(2, released))
     with pytest.raises(PlanError):
-        cache.load(lambda _: _fail(), newer_than=None)
+        cache.load_newest(lambda _: _fail(), newer_than=None)
     cache.put(ready(3, released))
     assert released == []
     assert cache.loaded == Version(0, 1)
@@ -103,17 +103,17 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
         elif action == "put" and written:
             region, version = written.pop(), Version(0, step)
             contents[id(region)] = version
-            cache.put(ReadyVersion(version, {"": region}, True, lambda region=region: cache.recycle(region)))  # type: ignore[misc, dict-item]
+            cache.put(ReadyVersion(version, {"": region}, True, lambda region=region: cache.recycle_memory(region)))  # type: ignore[misc, dict-item]
         elif action == "recycle" and written:
-            cache.recycle(written.pop())
+            cache.recycle_memory(written.pop())
         elif action == "load":
             loads: list[Any] = []
-            version = cache.load(lambda views, into=loads: into.append(views[""]), newer_than=None)  # type: ignore[misc]
+            version = cache.load_newest(lambda views, into=loads: into.append(views[""]), newer_than=None)  # type: ignore[misc]
             if version is not None:
                 assert contents[id(loads[0])] == version, "what was at hand was written to"
                 engine = (loads[0], version)
         elif action == "drop":
-            cache.drop()
+            cache.drop_loaded()
         if adopts and engine is not None:
             assert contents[id(engine[0])] == engine[1]
         assert len(made) <= 3
@@ -122,25 +122,25 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
 def taken_in(cache: VersionCache, step: int) -> Region:
     """Receive a version into memory of the cache, as a broadcast does."""
     region = cache.memory(LAYOUT)
-    cache.put(ReadyVersion(Version(0, step), {}, own=True, release=lambda: cache.recycle(region)))
+    cache.put(ReadyVersion(Version(0, step), {}, own=True, release=lambda: cache.recycle_memory(region)))
     return region
 
 
 def test_version_that_was_not_loaded_makes_room_for_the_next_one() -> None:
     cache = VersionCache("weights-0", adopts=False)
     taken_in(cache, 1)
-    cache.load(ignore, newer_than=None)
+    cache.load_newest(ignore, newer_than=None)
     first = taken_in(cache, 2)
     assert cache.memory(LAYOUT) is first, "the estimate of memory counts one"
     assert cache.newest == Version(0, 1), "the agent is to offer 2 again if 3 breaks"
-    assert not cache.came(Version(0, 2), stop=NEVER)
-    assert cache.load(ignore, newer_than=Version(0, 1)) is None
+    assert not cache.wait_for_coming(Version(0, 2), stop=NEVER)
+    assert cache.load_newest(ignore, newer_than=Version(0, 1)) is None
 
 
 def test_version_that_is_being_loaded_stays() -> None:
     cache = VersionCache("weights-0", adopts=False)
     first, others = taken_in(cache, 1), list[Region]()
-    assert cache.load(lambda _: others.append(cache.memory(LAYOUT)), newer_than=None) == Version(0, 1)
+    assert cache.load_newest(lambda _: others.append(cache.memory(LAYOUT)), newer_than=None) == Version(0, 1)
     assert others != [first]
     assert cache.newest == cache.loaded == Version(0, 1)
 
@@ -150,12 +150,12 @@ def test_a_process_touches_what_it_reads_of_a_slot(
     share: list[str] | None, extents: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_transfer(
-        [[ShardSpec(name, (4,), "float32", Box.whole((4,))) for name in "ab"]], bucket_bytes=16, dtype="float32"
+        [[ShardSpec(name, (4,), "float32", Box.from_shape((4,))) for name in "ab"]], bucket_bytes=16, dtype="float32"
     )
     monkeypatch.setattr(version_cache, "fetch_plan", lambda *_: plan)
     views = EngineViews(None if share is None else {name: Need((4,)) for name in "ab"}, whole=True, share=share)
     connection: Any = None
-    assert views.extents(views.layout(plan.digest(), connection)) == extents
+    assert views.slot_extents(views.layout(plan.digest(), connection)) == extents
 
 
 def test_wait_says_why_nothing_comes() -> None:
@@ -176,15 +176,15 @@ def test_wait_says_why_nothing_comes() -> None:
 
 def test_version_that_is_being_received_is_waited_for() -> None:
     cache = VersionCache("weights-0", adopts=False)
-    assert not cache.came(Version(0, 1), stop=NEVER)
-    with cache.coming(Version(0, 2)):
-        assert not cache.came(Version(0, 1), stop=NEVER), "better an older one now than nothing"
+    assert not cache.wait_for_coming(Version(0, 1), stop=NEVER)
+    with cache.coming_version(Version(0, 2)):
+        assert not cache.wait_for_coming(Version(0, 1), stop=NEVER), "better an older one now than nothing"
     cache.put(ready(0, []))
     seen: list[bool] = []
-    with cache.coming(Version(0, 2)):
-        waits = threading.Thread(target=lambda: seen.append(cache.came(Version(0, 1), stop=NEVER)))
+    with cache.coming_version(Version(0, 2)):
+        waits = threading.Thread(target=lambda: seen.append(cache.wait_for_coming(Version(0, 1), stop=NEVER)))
         waits.start()
-        assert not cache.came(Version(0, 3), stop=NEVER), "that is another one"
+        assert not cache.wait_for_coming(Version(0, 3), stop=NEVER), "that is another one"
         cache.put(ready(2, []))
         assert not seen
     waits.join(10)

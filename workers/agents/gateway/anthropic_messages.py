@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
+from workers.agents.gateway.dialect import Body, FinishedTurn, SessionMemory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.turns import ChatRequest, Message
@@ -19,22 +19,22 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 NAMES_ANSWERS = False
 
 
-def read(body: Body, memory: Memory) -> ChatRequest:
+def read(body: Body, memory: SessionMemory) -> ChatRequest:
     fields = Fields(body)
-    max_tokens = fields.limit("max_tokens")
+    max_tokens = fields.take_limit("max_tokens")
     if max_tokens is None:
         raise BadAgentRequest("max_tokens", "is missing")
     stop = fields.stop_strings("stop_sequences")
-    fields.take("stream", bool)
+    fields.take_value("stream", bool)
     request = _conversation(fields, memory)
     return ChatRequest(request.messages, request.tools, max_tokens, stop)
 
 
-def read_count(body: Body, memory: Memory) -> ChatRequest:
+def read_count(body: Body, memory: SessionMemory) -> ChatRequest:
     return _conversation(Fields(body), memory)
 
 
-def write(answer: Answer) -> Body:
+def write(answer: FinishedTurn) -> Body:
     blocks: list[Body] = [{"type": "text", "text": answer.reply.text}] if answer.reply.text else []
     for call in answer.reply.tool_calls:
         name, drawn = call["function"]["name"], call["function"]["arguments"]
@@ -54,7 +54,7 @@ def write(answer: Answer) -> Body:
     }
 
 
-def events(answer: Answer) -> Iterator[bytes]:
+def events(answer: FinishedTurn) -> Iterator[bytes]:
     whole = write(answer)
     begun = {
         **whole,
@@ -85,36 +85,36 @@ def error(message: str, *, kind: str, param: str | None, code: str | None) -> Bo
     return {"type": "error", "error": {"type": kind, "message": f"{code}: {message}" if code else message}}
 
 
-def _conversation(fields: Fields, memory: Memory) -> ChatRequest:
+def _conversation(fields: Fields, memory: SessionMemory) -> ChatRequest:
     messages: list[Message] = []
     if system := fields.text("system", "text"):
         messages.append({"role": "system", "content": system})
-    turns = fields.each("messages")
+    turns = fields.take_objects("messages")
     if not turns:
         raise BadAgentRequest("messages", "must contain a message")
     for turn in turns:
         messages += _messages(turn, memory)
     tools = []
-    for tool in fields.each("tools"):
-        if (kind := tool.take("type", str)) not in (None, "custom"):
+    for tool in fields.take_objects("tools"):
+        if (kind := tool.take_value("type", str)) not in (None, "custom"):
             raise BadAgentRequest(tool.name("type"), f"{kind!r} is not served; declare tools of your own")
         tools.append(function_tool(tool, "input_schema"))
     fields.end_of_body(tool_choice={"type": "auto"}, thinking={"type": "disabled"})
     return ChatRequest(messages, tools or None)
 
 
-def _messages(turn: Fields, memory: Memory) -> list[Message]:
+def _messages(turn: Fields, memory: SessionMemory) -> list[Message]:
     """Translate one message; each tool result becomes a message of its own."""
-    role = turn.need("role", str)
+    role = turn.take_required("role", str)
     if role not in ("user", "assistant", "system"):
         raise BadAgentRequest(turn.name("role"), f"{role!r} is not one of user, assistant, system")
-    if turn.peek("content", list) is None:
-        text = turn.need("content", str)
+    if turn.peek_value("content", list) is None:
+        text = turn.take_required("content", str)
         turn.end()
         return [{"role": role, "content": text}]
     texts, calls, results = [], [], []
-    for block in turn.each("content"):
-        kind = block.peek("type", str)
+    for block in turn.take_objects("content"):
+        kind = block.peek_value("type", str)
         if kind == "tool_use" and role == "assistant":
             calls.append(_call(block, memory))
         elif kind == "tool_result" and role == "user":
@@ -128,8 +128,12 @@ def _messages(turn: Fields, memory: Memory) -> list[Message]:
     return [*results, message] if texts or calls or not results else results
 
 
-def _call(block: Fields, memory: Memory) -> Any:
-    call_id, name, given = block.need("id", str), block.need("name", str), block.need("input", dict)
+def _call(block: Fields, memory: SessionMemory) -> Any:
+    call_id, name, given = (
+        block.take_required("id", str),
+        block.take_required("name", str),
+        block.take_required("input", dict),
+    )
     block.end("type", "cache_control", "caller")
     # Use the arguments exactly as the model drew them, as long as the client did not change their value.
     drawn = memory.arguments.get(call_id)
@@ -138,12 +142,16 @@ def _call(block: Fields, memory: Memory) -> Any:
 
 
 def _result(block: Fields) -> Message:
-    result = {"role": "tool", "tool_call_id": block.need("tool_use_id", str), "content": block.text("content", "text")}
+    result = {
+        "role": "tool",
+        "tool_call_id": block.take_required("tool_use_id", str),
+        "content": block.text("content", "text"),
+    }
     block.end("type", "cache_control", "is_error")
     return result
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: FinishedTurn) -> str:
     stopped = answer.reply.stop and answer.reply.finish_reason == "stop"
     return "stop_sequence" if stopped else _REASONS[answer.reply.finish_reason]
 

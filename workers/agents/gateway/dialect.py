@@ -12,7 +12,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedTurn:
     """A finished turn."""
 
     id: str  # random; a retry gets the same
@@ -24,14 +24,16 @@ class Answer:
 
 
 @dataclass
-class Memory:
+class SessionMemory:
     """What later requests of a session may refer to."""
 
-    answers: dict[str, Answer] = field(default_factory=dict)  # finished turns by id, for APIs whose requests name them
+    answers: dict[str, FinishedTurn] = field(
+        default_factory=dict
+    )  # finished turns by id, for APIs whose requests name them
     # Of each tool call by its id, verbatim as the model drew them
     arguments: dict[str, str] = field(default_factory=dict)
 
-    def add(self, answer: Answer, *, named: bool) -> None:
+    def add_answer(self, answer: FinishedTurn, *, named: bool) -> None:
         """Remember a finished turn; `named`: later requests may name it."""
         if named:
             self.answers[answer.id] = answer
@@ -43,13 +45,13 @@ class Dialect(Protocol):
 
     NAMES_ANSWERS: bool
 
-    def read(self, body: Body, memory: Memory) -> ChatRequest:
+    def read(self, body: Body, memory: SessionMemory) -> ChatRequest:
         """Return the turn that a request asks for; raises BadAgentRequest."""
 
-    def write(self, answer: Answer) -> Body:
+    def write(self, answer: FinishedTurn) -> Body:
         """Return the whole answer."""
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
+    def events(self, answer: FinishedTurn) -> Iterator[bytes]:
         """Return the answer as server-sent events."""
 
     def error(self, message: str, *, kind: str, param: str | None, code: str | None) -> Body:

@@ -47,28 +47,29 @@ class Fields:
         """Return the field's full name, e.g. `tools[0].function`."""
         return f"{self._name}.{field}" if self._name else field
 
-    def take(self, field: str, kind: type[T]) -> T | None:
+    def take_value(self, field: str, kind: type[T]) -> T | None:
         """Take a field's value, or None if it is absent."""
         value = self._left.pop(field, None)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise BadAgentRequest(self.name(field), f"must be {_KINDS[kind]}")
         return value
 
-    def peek(self, field: str, kind: type[T]) -> T | None:
+    def peek_value(self, field: str, kind: type[T]) -> T | None:
         """Return a field's value if it has this type; it still must be taken."""
         value = self._left.get(field)
         return value if isinstance(value, kind) else None
 
-    def need(self, field: str, kind: type[T]) -> T:
-        value = self.take(field, kind)
+    def take_required(self, field: str, kind: type[T]) -> T:
+        value = self.take_value(field, kind)
         if value is None:
             raise BadAgentRequest(self.name(field), f"is missing; it must be {_KINDS[kind]}")
         return value
 
-    def each(self, field: str) -> "list[Fields]":
+    def take_objects(self, field: str) -> "list[Fields]":
         """Take a list of objects; an absent list is empty."""
         return [
-            Fields(value, f"{self.name(field)}[{place}]") for place, value in enumerate(self.take(field, list) or ())
+            Fields(value, f"{self.name(field)}[{place}]")
+            for place, value in enumerate(self.take_value(field, list) or ())
         ]
 
     def stop_strings(self, field: str) -> tuple[str, ...]:
@@ -82,23 +83,23 @@ class Fields:
                 raise BadAgentRequest(self.name(field), wrong)
         return tuple(values)
 
-    def limit(self, field: str) -> int | None:
-        value = self.take(field, int)
+    def take_limit(self, field: str) -> int | None:
+        value = self.take_value(field, int)
         if value is not None and value < 1:
             raise BadAgentRequest(self.name(field), "must be at least 1")
         return value
 
     def text(self, field: str, *kinds: str) -> str:
         """Take a content: text, or a list of blocks `{"type": one of kinds, "text": ...}`, which are joined."""
-        if self.peek(field, list) is None:
-            return self.take(field, str) or ""
-        return "".join(block.block_text(*kinds) for block in self.each(field))
+        if self.peek_value(field, list) is None:
+            return self.take_value(field, str) or ""
+        return "".join(block.block_text(*kinds) for block in self.take_objects(field))
 
     def block_text(self, *kinds: str) -> str:
-        kind = self.need("type", str)
+        kind = self.take_required("type", str)
         if kind not in kinds:
             raise BadAgentRequest(self.name("type"), f"{kind!r} is not served; contents are {' or '.join(kinds)}")
-        text = self.need("text", str)
+        text = self.take_required("text", str)
         self.end("cache_control", annotations=[], logprobs=[])
         return text
 
@@ -130,9 +131,9 @@ def function_tool(function: Fields, parameters: str) -> Message:
     """Return a tool in OpenAI's chat format; `parameters` names the field with its JSON schema. `strict` is not
     enforced."""
     tool = {
-        "name": function.need("name", str),
-        "description": function.take("description", str),
-        "parameters": function.take(parameters, dict),
+        "name": function.take_required("name", str),
+        "description": function.take_value("description", str),
+        "parameters": function.take_value(parameters, dict),
     }
     function.end("strict", "cache_control")
     return {"type": "function", "function": {field: value for field, value in tool.items() if value is not None}}

@@ -23,7 +23,7 @@ from aiohttp import web
 from asyncflow.decoding import UNREADABLE
 from workers.agents.gateway import anthropic_messages as messages
 from workers.agents.gateway import chat_completions, responses
-from workers.agents.gateway.dialect import Answer, Body, Dialect, Memory, event
+from workers.agents.gateway.dialect import Body, Dialect, FinishedTurn, SessionMemory, event
 from workers.agents.gateway.fields import one_system_message
 from workers.agents.rollout_errors import AgentError, BadAgentRequest, SessionGone
 from workers.agents.turns import ChatRequest, Sessions
@@ -47,7 +47,7 @@ _KEPT = 32  # answers per session that are kept for retries, which come within s
 class Turn:
     name: str  # the client's idempotency key, or the digest
     digest: str  # of path and body
-    task: "asyncio.Task[Answer]"
+    task: "asyncio.Task[FinishedTurn]"
     streamed: bool  # the client wants a stream
     num_waiting: int = 0  # requests that wait for it
 
@@ -56,14 +56,14 @@ class SessionTurns:
     """Turns of one key. Belongs to the gateway's loop."""
 
     def __init__(self, key: str, sessions: Sessions, *, model: str, retry_wait_s: float) -> None:
-        self.memory = Memory()
+        self.memory = SessionMemory()
         self._key = key
         self._sessions = sessions
         self._model = model
         self._retry_wait_s = retry_wait_s
         self._turns: dict[str, Turn] = {}
 
-    def turn(self, dialect: Dialect, path: str, raw: bytes, headers: Mapping[str, str]) -> Turn:
+    def find_or_begin_turn(self, dialect: Dialect, path: str, raw: bytes, headers: Mapping[str, str]) -> Turn:
         """Return the turn that a request asks for, an earlier one or a new one. Raises BadAgentRequest for an
         unsupported field."""
         digest = blake2b(raw, key=path.encode(), digest_size=16).hexdigest()
@@ -81,14 +81,14 @@ class SessionTurns:
         body = parsed(raw)
         body.setdefault("model", self._model)
         asked = dialect.read(body, self.memory)
-        task = asyncio.ensure_future(self._draw(dialect, body, asked))
+        task = asyncio.ensure_future(self._draw_answer(dialect, body, asked))
         self._turns.pop(name, None)  # makes the new turn the youngest in the dict's order
         self._forget_old()
         turn = self._turns[name] = Turn(name, digest, task, streamed=bool(body.get("stream")))
-        task.add_done_callback(lambda _: self._ended(turn))
+        task.add_done_callback(lambda _: self._forget_failed(turn))
         return turn
 
-    async def answer(self, turn: Turn, *, timeout_s: float | None = None) -> Answer | None:
+    async def answer(self, turn: Turn, *, timeout_s: float | None = None) -> FinishedTurn | None:
         """Wait for a turn; None: it did not finish in time. Raises the session service's errors."""
         await asyncio.wait({turn.task}, timeout=timeout_s)
         if turn.task.cancelled():
@@ -96,7 +96,7 @@ class SessionTurns:
         return turn.task.result() if turn.task.done() else None
 
     @contextmanager
-    def waiting(self, turn: Turn) -> Iterator[None]:
+    def hold_turn(self, turn: Turn) -> Iterator[None]:
         """Keep a turn from being cancelled while a request waits for it."""
         turn.num_waiting += 1
         try:
@@ -110,11 +110,11 @@ class SessionTurns:
         for turn in list(self._turns.values()):
             turn.task.cancel()
 
-    async def _draw(self, dialect: Dialect, body: Body, asked: ChatRequest) -> Answer:
+    async def _draw_answer(self, dialect: Dialect, body: Body, asked: ChatRequest) -> FinishedTurn:
         answer_id, created = secrets.token_hex(12), int(time.time())
         request = replace(asked, messages=one_system_message(asked.messages))
-        answer = Answer(answer_id, created, body, asked, await self._sessions.complete(self._key, request))
-        self.memory.add(answer, named=dialect.NAMES_ANSWERS)
+        answer = FinishedTurn(answer_id, created, body, asked, await self._sessions.complete_turn(self._key, request))
+        self.memory.add_answer(answer, named=dialect.NAMES_ANSWERS)
         return answer
 
     def _forget_old(self) -> None:
@@ -122,7 +122,7 @@ class SessionTurns:
         for name in done[:-_KEPT]:
             del self._turns[name]
 
-    def _ended(self, turn: Turn) -> None:
+    def _forget_failed(self, turn: Turn) -> None:
         failed = turn.task.cancelled() or turn.task.exception() is not None
         if failed and self._turns.get(turn.name) is turn:
             del self._turns[turn.name]
@@ -191,8 +191,8 @@ class Gateway:
         self._seal = seal or secrets.token_bytes(32)
         self._turns: dict[str, SessionTurns] = {}
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_refusals])
-        app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
-        app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
+        app.add_routes([web.post(path, self._handle_turn) for path in _DIALECTS])
+        app.add_routes([web.post(_COUNT, self._handle_count), web.get("/v1/models", self._list_models)])
         # `handler_cancellation`: a request whose client disconnects stops waiting for its turn.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
         self.port = port
@@ -215,7 +215,7 @@ class Gateway:
 
     def open(self) -> str:
         name = secrets.token_urlsafe(32)
-        key = f"sk-{name}{self._mark(name)}"
+        key = f"sk-{name}{self._seal_name(name)}"
         self._turns[key] = SessionTurns(key, self._sessions, model=self._model, retry_wait_s=self._retry_wait_s)
         return key
 
@@ -240,24 +240,26 @@ class Gateway:
         """Return whether a gateway with this seal issued the key, so that ended ones need not be stored."""
         name, mark = key[3:-_MARK_LETTERS], key[-_MARK_LETTERS:]
         # `compare_digest` accepts only ASCII text.
-        return key.isascii() and secrets.compare_digest(mark, self._mark(name))
+        return key.isascii() and secrets.compare_digest(mark, self._seal_name(name))
 
-    def _mark(self, name: str) -> str:
+    def _seal_name(self, name: str) -> str:
         return blake2b(name.encode(), key=self._seal, digest_size=_MARK_LETTERS // 2).hexdigest()
 
-    async def _draw(self, http: web.Request) -> web.StreamResponse:
+    async def _handle_turn(self, http: web.Request) -> web.StreamResponse:
         raw = await http.read()  # before looking up the session, which may end meanwhile
         _, turns = self._session(http)
         dialect = _DIALECTS[http.path]
-        turn = turns.turn(dialect, http.path, raw, http.headers)
-        with turns.waiting(turn):
+        turn = turns.find_or_begin_turn(dialect, http.path, raw, http.headers)
+        with turns.hold_turn(turn):
             if turn.streamed:
-                return await self._stream(http, dialect, turns, turn)
+                return await self._stream_answer(http, dialect, turns, turn)
             answer = await turns.answer(turn)
             assert answer is not None  # no deadline was given
             return _json(dialect.write(answer))
 
-    async def _stream(self, http: web.Request, dialect: Dialect, turns: SessionTurns, turn: Turn) -> web.StreamResponse:
+    async def _stream_answer(
+        self, http: web.Request, dialect: Dialect, turns: SessionTurns, turn: Turn
+    ) -> web.StreamResponse:
         """Send a finished turn in pieces."""
         # A turn that is refused before the first comment still gets its own HTTP status.
         answer = await turns.answer(turn, timeout_s=self._keep_alive_s)
@@ -273,14 +275,14 @@ class Gateway:
         await stream.write_eof()
         return stream
 
-    async def _count(self, http: web.Request) -> web.Response:
+    async def _handle_count(self, http: web.Request) -> web.Response:
         raw = await http.read()
         key, turns = self._session(http)
         request = messages.read_count(parsed(raw), turns.memory)
         request = replace(request, messages=one_system_message(request.messages))
         return _json({"input_tokens": self._sessions.count(key, request)})
 
-    async def _models(self, http: web.Request) -> web.Response:
+    async def _list_models(self, http: web.Request) -> web.Response:
         self._session(http)
         model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "asyncflow"}
         return _json({"object": "list", "data": [model]})

@@ -8,7 +8,7 @@ No reasoning items: reasoning stays in the session.
 from collections.abc import Iterator
 
 from workers.agents.gateway.chat_completions import error
-from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
+from workers.agents.gateway.dialect import Body, FinishedTurn, SessionMemory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.turns import ChatRequest, Message
@@ -19,22 +19,22 @@ _PREFIX = "resp_"
 NAMES_ANSWERS = True
 
 
-def read(body: Body, memory: Memory) -> ChatRequest:
+def read(body: Body, memory: SessionMemory) -> ChatRequest:
     fields = Fields(body)
-    instructions = fields.take("instructions", str)
-    messages = _earlier(fields.take("previous_response_id", str), memory)
-    if fields.peek("input", list) is not None:
-        for item in fields.each("input"):
+    instructions = fields.take_value("instructions", str)
+    messages = _earlier(fields.take_value("previous_response_id", str), memory)
+    if fields.peek_value("input", list) is not None:
+        for item in fields.take_objects("input"):
             _add(messages, item)
     else:
-        messages.append({"role": "user", "content": fields.need("input", str)})
+        messages.append({"role": "user", "content": fields.take_required("input", str)})
     tools = []
-    for tool in fields.each("tools"):
-        if (kind := tool.need("type", str)) != "function":
+    for tool in fields.take_objects("tools"):
+        if (kind := tool.take_required("type", str)) != "function":
             raise BadAgentRequest(tool.name("type"), f"{kind!r} is not served; declare functions of your own")
         tools.append(function_tool(tool, "parameters"))
-    max_tokens = fields.limit("max_output_tokens")
-    fields.take("stream", bool)
+    max_tokens = fields.take_limit("max_output_tokens")
+    fields.take_value("stream", bool)
     fields.end_of_body(
         text={"format": {"type": "text"}},
         include=[],
@@ -50,7 +50,7 @@ def read(body: Body, memory: Memory) -> ChatRequest:
     return ChatRequest([*first, *messages], tools or None, max_tokens)
 
 
-def write(answer: Answer) -> Body:
+def write(answer: FinishedTurn) -> Body:
     whole = _head(answer)
     output: list[Body] = []
     cut = answer.reply.finish_reason == "length"
@@ -69,12 +69,12 @@ def write(answer: Answer) -> Body:
     return {**whole, **ended, "output": output, "incomplete_details": {"reason": "max_output_tokens"} if cut else None}
 
 
-def events(answer: Answer) -> Iterator[bytes]:
+def events(answer: FinishedTurn) -> Iterator[bytes]:
     for number, value in enumerate(_events(answer)):
         yield event({**value, "sequence_number": number})
 
 
-def _events(answer: Answer) -> Iterator[Body]:
+def _events(answer: FinishedTurn) -> Iterator[Body]:
     begun, whole = _head(answer), write(answer)
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -99,14 +99,14 @@ def _events(answer: Answer) -> Iterator[Body]:
     yield {"type": f"response.{whole['status']}", "response": whole}
 
 
-def _head(answer: Answer) -> Body:
+def _head(answer: FinishedTurn) -> Body:
     said = {field: answer.body.get(field) for field in ("model", "instructions", "previous_response_id", "metadata")}
     settings = {"tools": answer.body.get("tools") or [], "tool_choice": "auto", "parallel_tool_calls": True}
     ids = {"id": f"{_PREFIX}{answer.id}", "object": "response", "created_at": answer.created, "status": "in_progress"}
     return {**said, **settings, **ids, "output": [], "error": None, "incomplete_details": None, "usage": None}
 
 
-def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
+def _earlier(response_id: str | None, memory: SessionMemory) -> list[Message]:
     """Return the messages up to and including a response, without its instructions."""
     if response_id is None:
         return []
@@ -122,9 +122,9 @@ def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
 
 def _add(messages: list[Message], item: Fields) -> None:
     """Append an item; a function call joins the assistant's message before it."""
-    kind = item.take("type", str) or "message"
+    kind = item.take_value("type", str) or "message"
     if kind == "message":
-        role = item.need("role", str)
+        role = item.take_required("role", str)
         if role not in ("system", "developer", "user", "assistant"):
             raise BadAgentRequest(item.name("role"), f"{role!r} is not one of system, developer, user, assistant")
         content = item.text("content", "input_text", "output_text", "text")
@@ -132,11 +132,13 @@ def _add(messages: list[Message], item: Fields) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = tool_call(item.need("call_id", str), item.need("name", str), item.need("arguments", str))
+        call = tool_call(
+            item.take_required("call_id", str), item.take_required("name", str), item.take_required("arguments", str)
+        )
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
     elif kind == "function_call_output":
         content = item.text("output", "input_text", "output_text", "text")
-        messages.append({"role": "tool", "tool_call_id": item.need("call_id", str), "content": content})
+        messages.append({"role": "tool", "tool_call_id": item.take_required("call_id", str), "content": content})
     else:
         raise BadAgentRequest(item.name("type"), f"{kind!r} is not served")
     item.end("id", "status")

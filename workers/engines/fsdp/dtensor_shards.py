@@ -32,7 +32,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class MeshCut:
     """How one mesh dimension cuts a tensor dimension."""
 
     parts: int  # ranks along the mesh dimension
@@ -50,14 +50,14 @@ def local_shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[LocalShard]:
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            yield LocalShard(name, shape, Box.whole(shape), tensor.detach())
+            yield LocalShard(name, shape, Box.from_shape(shape), tensor.detach())
             continue
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is not None:
             yield from _shards_of(name, tensor, coordinate)
 
 
-def local_runs(length: int, cuts: Sequence[Cut]) -> list[Run] | None:
+def local_runs(length: int, cuts: Sequence[MeshCut]) -> list[Run] | None:
     """Return which indices of a dimension a rank holds, in local order; at least one run, which may be empty.
 
     `cuts` are those of this dimension, in the order of mesh dimensions. None: the split factors do not determine the
@@ -78,13 +78,13 @@ def local_runs(length: int, cuts: Sequence[Cut]) -> list[Run] | None:
 
 def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[LocalShard]:
     shape, mesh, local = tuple(tensor.shape), tensor.device_mesh, tensor.to_local().detach()
-    cuts: list[list[Cut]] = [[] for _ in shape]
+    cuts: list[list[MeshCut]] = [[] for _ in shape]
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise PlanError(f"{name}: a partial sum over mesh dimension {axis} cannot be sent; reduce it first")
         if isinstance(placement, (Shard, _StridedShard)):
             factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            cuts[placement.dim].append(Cut(mesh.size(axis), coordinate[axis], factor))
+            cuts[placement.dim].append(MeshCut(mesh.size(axis), coordinate[axis], factor))
     runs = [local_runs(length, cuts_of_axis) or [] for length, cuts_of_axis in zip(shape, cuts, strict=True)]
     if tuple(sum(size for _, size in runs_of_axis) for runs_of_axis in runs) != tuple(local.shape) or [] in runs:
         raise PlanError(
@@ -101,15 +101,15 @@ def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterato
         yield LocalShard(name, shape, box, values)
 
 
-def _in_order_of_cutting(cuts: Sequence[Cut]) -> list[Cut]:
+def _in_order_of_cutting(cuts: Sequence[MeshCut]) -> list[MeshCut]:
     """Return the cuts in the order in which they were made."""
     # A split factor is the number of parts into which later mesh dimensions had already cut: such a cut is a plain one
     # after theirs. Factors that do not fit are left in place.
-    order: list[Cut] = []
+    order: list[MeshCut] = []
     for cut in reversed(cuts):
         made = [math.prod(other.parts for other in order[:place]) for place in range(len(order) + 1)]
         if cut.split_factor in made:
-            order.insert(made.index(cut.split_factor), Cut(cut.parts, cut.index))
+            order.insert(made.index(cut.split_factor), MeshCut(cut.parts, cut.index))
         else:
             order.insert(0, cut)
     return order

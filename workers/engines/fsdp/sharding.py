@@ -119,7 +119,7 @@ class ShardedModel:
                 group["lr"] = stats.lr
             decay([_local(p) for p in self._model.parameters() if decays(p)], self._training, stats.lr)
             self._optimizer.step()
-            self._changed()
+            self._mark_changed()
         self.zero_grad()
         return stats
 
@@ -146,15 +146,15 @@ class ShardedModel:
         )
         for group in self._optimizer.param_groups:
             group["weight_decay"] = 0.0  # states of earlier versions stored it there
-        self._changed()
+        self._mark_changed()
         self._updates.load_state_dict(state)
         self.zero_grad()
 
-    def _computing(self) -> nn.Module:
+    def _compute_model(self) -> nn.Module:
         """Return the model that passes go through; its gradients end up in the float32 parameters."""
-        return self._model if self._twin is None else self._twin.refresh()
+        return self._model if self._twin is None else self._twin.refresh_weights()
 
-    def _changed(self) -> None:
+    def _mark_changed(self) -> None:
         if self._twin is not None:
             self._twin.stale = True
 
@@ -249,7 +249,7 @@ class Bfloat16Twin:
 
     def __init__(self, masters: nn.Module, model: nn.Module) -> None:
         self.model = model  # forward and backward passes go through this one
-        self.stale = True  # whether the float32 weights changed since `refresh`
+        self.stale = True  # whether the float32 weights changed since `refresh_weights`
         self._pairs: list[tuple[Tensor, Tensor]] = []
         named = dict(masters.named_parameters())
         for name, own in model.named_parameters():
@@ -257,7 +257,7 @@ class Bfloat16Twin:
             self._pairs.append((own, named[name]))
 
     @torch.no_grad()
-    def refresh(self) -> nn.Module:
+    def refresh_weights(self) -> nn.Module:
         """Return the model, with up-to-date weights."""
         if self.stale:
             for own, master in self._pairs:
@@ -320,12 +320,12 @@ class FsdpEngine(ShardedModel):
         )
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        return _log_probs(self._computing(), self._inputs, batch, self._temperature)
+        return _log_probs(self._compute_model(), self._inputs, batch, self._temperature)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         inputs = self._inputs(batch)
         log_probs_A, entropy_A = response_log_probs(
-            self._computing(), inputs, self._temperature, entropy=batch is not None
+            self._compute_model(), inputs, self._temperature, entropy=batch is not None
         )
         # A rank without rows still needs a backward pass, to take part in FSDP2's collectives.
         total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
@@ -444,18 +444,18 @@ class FsdpValueEngine(ShardedModel):
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:
-        value_A = self._forward(batch)
+        value_A = self._forward_batch(batch)
         reshard(self._model)
         return value_A[:0] if batch is None else value_A
 
     def forward_backward(self, batch: Sequences | None, loss: ValueLossFunction) -> None:
-        value_A = self._forward(batch)
+        value_A = self._forward_batch(batch)
         total = value_A.sum() * 0.0 if batch is None else loss(value_A)
         total.backward()  # type: ignore[no-untyped-call]
 
-    def _forward(self, batch: Sequences | None) -> Tensor:
+    def _forward_batch(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A], with gradient where enabled; None: of a minimal batch."""
-        return response_logits(self._computing(), self._inputs(batch))[:, 0]
+        return response_logits(self._compute_model(), self._inputs(batch))[:, 0]
 
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super()._empty_model(dtype)

@@ -52,7 +52,7 @@ STEP_ATTENTION = "asyncflow_step"
 
 
 @dataclass(frozen=True)
-class Entry:
+class LaneEntry:
     """The lane rows that receive a document's keys and values."""
 
     lane: Lane
@@ -60,11 +60,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Documents of one length, and where the keys and values of each go."""
 
     length: int
-    entries: tuple[Entry, ...]
+    entries: tuple[LaneEntry, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +75,7 @@ class Bucket:
 class StepPlan:
     """The documents and responses of a step; passed to the model as the keyword argument `step_plan`."""
 
-    buckets: tuple[Bucket, ...]  # in sequence order
+    buckets: tuple[LengthBucket, ...]  # in sequence order
     # Per lane, how many of its first rows get a token, and the mask added to their scores.
     running: tuple[tuple[Lane, int, Tensor | None], ...]
 
@@ -116,7 +116,7 @@ def step_attention(
         outputs.append(alike_attention(q_NHPD, k_NJPD, v_NJPD, scaling, sliding_window))
         for entry in bucket.entries:
             behind = begin + bucket.length
-            entry.lane.enter(layer, entry.rows, k_JTD[:, begin:behind], v_JTD[:, begin:behind])
+            entry.lane.write_tokens(layer, entry.rows, k_JTD[:, begin:behind], v_JTD[:, begin:behind])
             begin = behind
     for lane, num_rows, mask in step_plan.running:
         end = begin + num_rows
@@ -151,7 +151,7 @@ _KEPT_PROMPTS = 2
 
 
 @dataclass
-class Response:
+class RunningResponse:
     """A response that is entering or running."""
 
     request: GenerateRequest
@@ -179,7 +179,7 @@ class StepInputs:
     tokens: list[int] = field(default_factory=list)  # the packed sequence
     positions: list[int] = field(default_factory=list)  # of each token within its own response
     predictors: list[int] = field(default_factory=list)  # positions in the sequence that need logits
-    responses: list[Response] = field(default_factory=list)  # those that get a token
+    responses: list[RunningResponse] = field(default_factory=list)  # those that get a token
     # One per response, counting this step's logits first and then those of kept prompts.
     logit_rows: list[int] = field(default_factory=list)
     # For each document that is a prompt: its tokens, its slot, and its row of logits.
@@ -187,7 +187,7 @@ class StepInputs:
     kept_logits: list[Tensor] = field(default_factory=list)  # of the kept prompts that this step reuses
     _num_logits: int = 0
 
-    def add_responses(self, responses: list[Response]) -> None:
+    def add_responses(self, responses: list[RunningResponse]) -> None:
         """Let these responses draw from the next row of logits."""
         self.responses += responses
         self.logit_rows += [self._num_logits] * len(responses)
@@ -208,12 +208,12 @@ class RunningBatch:
     def __init__(self, shape: KeyShape, *, max_new_tokens: int) -> None:
         self._shape = shape
         self._max_new_tokens = max_new_tokens
-        self._entering: list[Response] = []
-        self._running: dict[int, Response] = {}
+        self._entering: list[RunningResponse] = []
+        self._running: dict[int, RunningResponse] = {}
         self._lanes: list[Lane] = []
         self._kept: OrderedDict[tuple[int, ...], _KeptPrompt] = OrderedDict()
 
-    def enter(self, response: Response) -> None:
+    def enter_response(self, response: RunningResponse) -> None:
         """Queue a response; one of the next steps computes all its tokens."""
         self._entering.append(response)
 
@@ -221,17 +221,17 @@ class RunningBatch:
         # Taken before anything joins: only rows that are already running get a token from this step's lane pass.
         segments = [(lane, lane.num_rows) for lane in self._lanes]
         for lane in self._lanes:
-            lane.advance()
+            lane.open_column()
         taken = self._take_entering()
         kept = {tokens: taken.pop(tokens) for tokens in list(taken) if tokens in self._kept}
         # By length, so that documents of equal length are neighbours and form one bucket.
         documents = sorted(taken.items(), key=lambda document: len(document[0]))
         to_place = [*documents, *kept.items()]
-        entries = [self._place(to_place[number:]) for number in range(len(to_place))]
+        entries = [self._assign_lane_rows(to_place[number:]) for number in range(len(to_place))]
         for tokens, entry in zip(kept, entries[len(documents) :], strict=True):
-            entry.lane.paste(entry.rows, self._kept[tokens].keys)
+            entry.lane.paste_rows(entry.rows, self._kept[tokens].keys)
         # Masks come last: a lane may have moved when responses joined it.
-        running = tuple((lane, num_rows, lane.mask(num_rows)) for lane, num_rows in segments)
+        running = tuple((lane, num_rows, lane.attention_mask(num_rows)) for lane, num_rows in segments)
         inputs = StepInputs(StepPlan(_buckets(documents, entries[: len(documents)]), running))
         self._add_documents(inputs, documents)
         self._add_running(inputs, segments)
@@ -252,20 +252,20 @@ class RunningBatch:
         parts += [logits_V.unsqueeze(0) for logits_V in inputs.kept_logits]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def leave(self, responses: list[Response]) -> None:
+    def remove_responses(self, responses: list[RunningResponse]) -> None:
         slots = {response.slot for response in responses}
         for lane in self._lanes if slots else ():
-            lane.leave([slot for slot in lane.slots if slot in slots])
+            lane.remove_rows([slot for slot in lane.slots if slot in slots])
         self._lanes = [lane for lane in self._lanes if lane.num_rows]
         for slot in slots:
             del self._running[slot]
 
-    def cancel(self, ticket: int) -> list[Response]:
+    def cancel_ticket(self, ticket: int) -> list[RunningResponse]:
         """Remove and return the response with this ticket, running or still entering; empty if there is none."""
         entering = [response for response in self._entering if response.request.ticket == ticket]
         running = [response for response in self._running.values() if response.request.ticket == ticket]
         self._entering = [response for response in self._entering if response.request.ticket != ticket]
-        self.leave(running)
+        self.remove_responses(running)
         return entering + running
 
     def enter_again(self) -> None:
@@ -284,9 +284,9 @@ class RunningBatch:
         self._running.clear()
         self._lanes.clear()
 
-    def _take_entering(self) -> dict[tuple[int, ...], list[Response]]:
+    def _take_entering(self) -> dict[tuple[int, ...], list[RunningResponse]]:
         """Take the responses that enter now, grouped by their tokens, in order."""
-        taken: dict[tuple[int, ...], list[Response]] = {}
+        taken: dict[tuple[int, ...], list[RunningResponse]] = {}
         num_tokens, number = 0, 0
         for response in self._entering:
             tokens = tuple(response.tokens)
@@ -301,10 +301,10 @@ class RunningBatch:
         del self._entering[:number]
         return taken
 
-    def _place(self, to_place: list[tuple[tuple[int, ...], list[Response]]]) -> Entry:
+    def _assign_lane_rows(self, to_place: list[tuple[tuple[int, ...], list[RunningResponse]]]) -> LaneEntry:
         """Assign lane rows to the first document's responses."""
         length, responses = len(to_place[0][0]), to_place[0][1]
-        lane = next((lane for lane in self._lanes if lane.fits(length)), None)
+        lane = next((lane for lane in self._lanes if lane.response_fits(length)), None)
         if lane is None:
             # A new lane: reserve room for the next documents too, if they are of a length that will join it.
             longest, num_rows = length, 0
@@ -314,9 +314,11 @@ class RunningBatch:
             lane = Lane(self._shape, num_rows=num_rows, length=longest, max_new_tokens=self._max_new_tokens)
             self._lanes.append(lane)
         first = lane.join([response.slot for response in responses], length)
-        return Entry(lane, slice(first, first + len(responses)))
+        return LaneEntry(lane, slice(first, first + len(responses)))
 
-    def _add_documents(self, inputs: StepInputs, documents: list[tuple[tuple[int, ...], list[Response]]]) -> None:
+    def _add_documents(
+        self, inputs: StepInputs, documents: list[tuple[tuple[int, ...], list[RunningResponse]]]
+    ) -> None:
         for tokens, responses in documents:
             inputs.tokens += tokens
             inputs.positions += range(len(tokens))
@@ -335,11 +337,13 @@ class RunningBatch:
                 inputs.add_responses([response])
 
 
-def _buckets(documents: list[tuple[tuple[int, ...], list[Response]]], entries: list[Entry]) -> tuple[Bucket, ...]:
-    by_length: dict[int, list[Entry]] = {}
+def _buckets(
+    documents: list[tuple[tuple[int, ...], list[RunningResponse]]], entries: list[LaneEntry]
+) -> tuple[LengthBucket, ...]:
+    by_length: dict[int, list[LaneEntry]] = {}
     for (tokens, _), entry in zip(documents, entries, strict=True):
         by_length.setdefault(len(tokens), []).append(entry)
-    return tuple(Bucket(length, tuple(together)) for length, together in by_length.items())
+    return tuple(LengthBucket(length, tuple(together)) for length, together in by_length.items())
 
 
 class HfEngine(CheckedEngine):
@@ -388,10 +392,10 @@ class HfEngine(CheckedEngine):
     def _start(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses; the next step computes their prompts."""
         for request in requests:
-            response = Response(request, self._free.pop(), request.prompt_P.tolist())
+            response = RunningResponse(request, self._free.pop(), request.prompt_P.tolist())
             # From the seed alone: a reissued row draws the same numbers, whatever else is in its batch.
             self._uniforms_SM[response.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
-            self._batch.enter(response)
+            self._batch.enter_response(response)
 
     @torch.inference_mode()
     def step(self, wake: threading.Event) -> list[Generation]:
@@ -399,12 +403,14 @@ class HfEngine(CheckedEngine):
         if not self.num_running:
             return []
         inputs = self._batch.next_inputs()
-        logits_UV = self._batch.note_logits(inputs, self._forward(inputs) if inputs.tokens else None)
-        return [self._finish(response, truncated=cut) for response, cut in self._draw(inputs, logits_UV)]
+        logits_UV = self._batch.note_logits(inputs, self._forward_step(inputs) if inputs.tokens else None)
+        return [
+            self._finish_response(response, truncated=cut) for response, cut in self._draw_tokens(inputs, logits_UV)
+        ]
 
     @torch.inference_mode()
     def cancel(self, ticket: int) -> None:
-        self._free += [response.slot for response in self._batch.cancel(ticket)]
+        self._free += [response.slot for response in self._batch.cancel_ticket(ticket)]
 
     def abort(self) -> None:
         self._batch.clear()
@@ -422,7 +428,7 @@ class HfEngine(CheckedEngine):
         self._parameters.clear()
         self._model.to_empty(device="meta")
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _forward_step(self, inputs: StepInputs) -> Tensor:
         output = self._model(
             input_ids=torch.tensor([inputs.tokens], device=self._device),
             position_ids=torch.tensor([inputs.positions], device=self._device),
@@ -433,7 +439,7 @@ class HfEngine(CheckedEngine):
         logits_UV: Tensor = output.logits[0]
         return logits_UV
 
-    def _draw(self, inputs: StepInputs, logits_UV: Tensor) -> list[tuple[Response, bool]]:
+    def _draw_tokens(self, inputs: StepInputs, logits_UV: Tensor) -> list[tuple[RunningResponse, bool]]:
         """Draw a token for every response; return those that end with it, and whether each was cut at its limit."""
         slots_B = torch.tensor([response.slot for response in inputs.responses], device=self._device)
         columns_B = torch.tensor([response.num_tokens for response in inputs.responses], device=self._device)
@@ -452,10 +458,10 @@ class HfEngine(CheckedEngine):
             stops = is_eos or token in response.request.stop_ids or response.completes_stop
             if stops or response.num_tokens == response.request.limit(self._sampling.max_response_tokens):
                 ended.append((response, not stops))
-        self._batch.leave([response for response, _ in ended])
+        self._batch.remove_responses([response for response, _ in ended])
         return ended
 
-    def _finish(self, response: Response, *, truncated: bool) -> Generation:
+    def _finish_response(self, response: RunningResponse, *, truncated: bool) -> Generation:
         """Copy a response to the CPU and free its slot."""
         self._free.append(response.slot)
         tensors = self._responses_SM, self._log_probs_SM, self._versions_SM

@@ -140,7 +140,7 @@ class RewardModel:
         weights.fill(local_shards(model.named_parameters()), aliases)
 
     @torch.no_grad()
-    def scores(self, batch: Sequences) -> Tensor:
+    def score_samples(self, batch: Sequences) -> Tensor:
         """Return float32 [N] (float64 for a float64 model): what transformers' model returns for each sample alone.
         Raises BadRequest, see `check_sequences`."""
         # Only padded embeddings of the policy have tokens beyond the vocabulary; they are no text, and become its last
@@ -149,24 +149,24 @@ class RewardModel:
         read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.response_mask_T))
         check_sequences(read, vocab_size=self._vocab_size)
         if not self._shared:
-            return self._scores(read)
+            return self._score_packed(read)
         # A rank without samples computes something anyway, to take part in the gathers.
-        return over_ranks(read, lambda part: self._scores(part or read), count=lambda part: len(part.lengths_N))
+        return over_ranks(read, lambda part: self._score_packed(part or read), count=lambda part: len(part.lengths_N))
 
-    def _scores(self, read: Sequences) -> Tensor:
-        inputs = PackedInputs.of(read, self._device, shared_prompt=True)
+    def _score_packed(self, read: Sequences) -> Tensor:
+        inputs = PackedInputs.from_batch(read, self._device, shared_prompt=True)
         hidden_TD = self._model.base_model(
             input_ids=inputs.tokens_T.unsqueeze(0),
             position_ids=inputs.positions_T.unsqueeze(0),
             packed_layout=inputs.layout,
             use_cache=False,
         ).last_hidden_state[0]
-        hidden_ND = hidden_TD[inputs.predictors_A[self._last(inputs, read)]]
+        hidden_ND = hidden_TD[inputs.predictors_A[self._last_tokens(inputs, read)]]
         reshard(self._model.base_model)
         score_N1: Tensor = self._model.score(hidden_ND.to(self._exact))
         return score_N1.squeeze(-1)
 
-    def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
+    def _last_tokens(self, inputs: PackedInputs, read: Sequences) -> Tensor:
         """Return int64 [N]: the place in `predictors_A` of each sample's last token that is not padding."""
         # Search behind the prompt; if there is nothing but padding, the prompt's last token counts.
         responses_N = (read.lengths_N - read.prompt_lengths).long()

@@ -49,34 +49,34 @@ class Lane:
         self.column = length  # where the next tokens go, after all others
         self.slots: list[int] = []  # the engine's slot of each row's response
         self._starts: list[int] = []
-        self._store = self._empty(num_rows, length + self._room)
+        self._store = self._allocate_store(num_rows, length + self._room)
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
 
-    def fits(self, length: int) -> bool:
+    def response_fits(self, length: int) -> bool:
         """Return whether a response of `length` tokens may join."""
         longest = self.column - min(self._starts, default=self.column)
         return alike(longest, length)
 
-    def advance(self) -> None:
+    def open_column(self) -> None:
         """Open a column for the next token of every row."""
         if self.column == self._store.shape[4]:
-            self._move(self._store.shape[2], self.column - min(self._starts))
+            self._move_memory(self._store.shape[2], self.column - min(self._starts))
         self.column += 1
 
     def join(self, slots: Sequence[int], length: int) -> int:
         """Add rows for responses of `length` tokens, whose keys are written later; return the first row."""
         rows = self.num_rows + len(slots)
         if rows > self._store.shape[2] or length > self.column:
-            self._move(max(rows, min(2 * rows, 2 * self._store.shape[2])), max(length, self.column))
+            self._move_memory(max(rows, min(2 * rows, 2 * self._store.shape[2])), max(length, self.column))
         first = self.num_rows
         self.slots += slots
         self._starts += [self.column - length] * len(slots)
         return first
 
-    def leave(self, slots: Sequence[int]) -> None:
+    def remove_rows(self, slots: Sequence[int]) -> None:
         gone = {self.slots.index(slot) for slot in slots}
         left = self.num_rows - len(gone)
         movers = [row for row in range(left, self.num_rows) if row not in gone]
@@ -86,7 +86,7 @@ class Lane:
             self.slots[row], self._starts[row] = self.slots[mover], begin
         del self.slots[left:], self._starts[left:]
 
-    def enter(self, layer: int, rows: slice, key_JPD: Tensor, value_JPD: Tensor) -> None:
+    def write_tokens(self, layer: int, rows: slice, key_JPD: Tensor, value_JPD: Tensor) -> None:
         """Write the keys and values of P tokens to rows that joined with as many."""
         begin = self.column - key_JPD.shape[1]
         self._store[layer, 0, rows, :, begin : self.column] = key_JPD
@@ -109,7 +109,7 @@ class Lane:
         begin = min(self._starts[:num_rows])
         return begin if window is None else max(begin, self.column - window)
 
-    def mask(self, num_rows: int) -> Tensor | None:
+    def attention_mask(self, num_rows: int) -> Tensor | None:
         """Return what to add to the scores of the first rows, [N, 1, 1, K]: 0 or minus infinity; None: nothing."""
         begin = min(self._starts[:num_rows])
         if max(self._starts[:num_rows]) == begin:
@@ -124,21 +124,21 @@ class Lane:
         row = self.slots.index(slot)
         return self._store[:, :, row, :, self._starts[row] : self.column].clone()
 
-    def paste(self, rows: slice, copied: Tensor) -> None:
+    def paste_rows(self, rows: slice, copied: Tensor) -> None:
         """Write a result of `copy_of` to rows that joined with as many tokens."""
         self._store[:, :, rows, :, self.column - copied.shape[3] : self.column] = copied[:, :, None]
 
-    def _move(self, num_rows: int, column: int) -> None:
+    def _move_memory(self, num_rows: int, column: int) -> None:
         """Move to new memory, where all tokens end before `column`."""
         begin = min(self._starts, default=self.column)
         column = max(column, self.column - begin)
-        store = self._empty(num_rows, column + self._room)
+        store = self._allocate_store(num_rows, column + self._room)
         old = self._store[:, :, : self.num_rows, :, begin : self.column]
         store[:, :, : self.num_rows, :, column - (self.column - begin) : column] = old
         self._starts = [start + column - self.column for start in self._starts]
         self.column, self._store = column, store
 
-    def _empty(self, num_rows: int, columns: int) -> Tensor:
+    def _allocate_store(self, num_rows: int, columns: int) -> Tensor:
         s = self._shape
         size = s.num_layers, 2, num_rows, s.num_heads, columns, s.head_dim
         # Zeros: masked columns are multiplied by 0, so they must not hold NaN.

@@ -59,7 +59,7 @@ class HfWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
-    def find(self, name: str, aliases: Iterable[str] = ()) -> str:
+    def find_name(self, name: str, aliases: Iterable[str] = ()) -> str:
         """Return the first of the names that is in the files. Raises ConfigError if none is."""
         for candidate in (name, *aliases):
             if candidate in self._stored:
@@ -103,7 +103,7 @@ class HfWeights:
     def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of a weight, in the file's element type.
         Raises ConfigError if the weight's shape is not `shape`."""
-        piece = self._slice(name)
+        piece = self._open_slice(name)
         if tuple(piece.get_shape()) != shape:
             raise ConfigError(
                 f"{self._key}: weight {name} in {self._model_dir} has shape {tuple(piece.get_shape())}, "
@@ -113,24 +113,24 @@ class HfWeights:
         return rows
 
     def fill(self, shards: Iterable[LocalShard], aliases: Mapping[str, Iterable[str]] = NO_ALIASES) -> None:
-        """Read the values of shards, only their rows; errors as in `find` and `read_rows`."""
+        """Read the values of shards, only their rows; errors as in `find_name` and `read_rows`."""
         for shard in shards:
             rows, *columns = shard.box.slices or (slice(0, 1),)
-            name = self.find(shard.name, aliases.get(shard.name, ()))
+            name = self.find_name(shard.name, aliases.get(shard.name, ()))
             values = self.read_rows(name, shard.shape, rows.start, rows.stop)
             part = values[(slice(None), *columns)] if columns else values
             shard.values.copy_(part.reshape(shard.values.shape))
 
     def read_whole(self, name: str) -> Tensor:
         """Return a tensor, whatever its shape."""
-        values: Tensor = self._slice(name)[...]
+        values: Tensor = self._open_slice(name)[...]
         return values
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = self._slice(name)[:0].dtype
+        dtype: torch.dtype = self._open_slice(name)[:0].dtype
         return dtype
 
-    def _slice(self, name: str) -> Any:
+    def _open_slice(self, name: str) -> Any:
         path = self._stored[name].file
         if path not in self._opened:
             self._opened[path] = safe_open(path, framework="pt")
@@ -148,7 +148,7 @@ class SavedTensors:
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+    def shapes_below(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors below a dotted path, keyed by the rest of their path, sorted."""
         entries = sorted(self._metadata.state_dict_metadata.items())
         return {
@@ -215,10 +215,10 @@ def export_saved(saved: Path, target: Path, model_dir: Path, aliases: Mapping[st
     copy_without_weights(model_dir, target)
 
     def read(name: str) -> Tensor:
-        dtype = source.dtype(source.find(name, aliases[name]))
+        dtype = source.dtype(source.find_name(name, aliases[name]))
         return tensors.read(f"model.{name}").to(dtype)
 
-    shapes = tensors.shapes("model.")
+    shapes = tensors.shapes_below("model.")
     write_weights(target, {name: shapes[name] for name in aliases}, read)
 
 

@@ -104,7 +104,7 @@ class MegatronForward:
         self._passed: list[_Passed] = []
         self._network.rotary_pos_emb.register_forward_hook(self._at_positions)
         if self._is_last:
-            self._network.output_layer.forward = self._head
+            self._network.output_layer.forward = self._forward_head
 
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
@@ -114,15 +114,15 @@ class MegatronForward:
         """
         check_sequences(batch, vocab_size=self._geometry.vocab_size)
         sending, passed = [], []
-        for piece in [self._share(piece) for piece in cut(batch, self._num_pieces)]:
+        for piece in [self._make_share(piece) for piece in cut(batch, self._num_pieces)]:
             passed.append(self._forward_piece(piece, entropy))
             if not self._is_last:
                 # Asynchronous, so the next piece computes while this one travels.
-                sending.append(self._send(passed[-1].output.detach(), self._stage + 1))
+                sending.append(self._send_tensor(passed[-1].output.detach(), self._stage + 1))
         for work in sending:
             work.wait()
         self._passed = passed if torch.is_grad_enabled() else []
-        return self._shared(passed, entropy)
+        return self._share_results(passed, entropy)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -142,16 +142,16 @@ class MegatronForward:
             one = passed[number]
             outputs = [one.output]
             if self._is_last:  # only its gradients count
-                given = [one.share.own(gradients[number])]
+                given = [one.share.select_own(gradients[number])]
                 if of_entropies is not None:
                     outputs.append(one.entropy_a)
-                    given.append(one.share.own(of_entropies[number]))
+                    given.append(one.share.select_own(of_entropies[number]))
             else:
-                given = [self._receive(one.output.shape, self._stage + 1)]
+                given = [self._receive_tensor(one.output.shape, self._stage + 1)]
             torch.autograd.backward(outputs, given)
             if one.received is not None:
                 assert one.received.grad is not None
-                sending.append(self._send(one.received.grad, self._stage - 1))
+                sending.append(self._send_tensor(one.received.grad, self._stage - 1))
         for work in sending:
             work.wait()
 
@@ -159,17 +159,17 @@ class MegatronForward:
     def _is_last(self) -> bool:
         return self._stage == len(self._stages) - 1
 
-    def _share(self, piece: Sequences) -> TokenShare:
-        inputs = PackedInputs.of(piece, torch.device("cpu"), shared_prompt=self._shared_prompt)
+    def _make_share(self, piece: Sequences) -> TokenShare:
+        inputs = PackedInputs.from_batch(piece, torch.device("cpu"), shared_prompt=self._shared_prompt)
         if self._context is None:
-            return TokenShare.of(inputs, 0, 1, self._device)
+            return TokenShare.from_inputs(inputs, 0, 1, self._device)
         rank, size = dist.get_rank(self._context), dist.get_world_size(self._context)
-        return TokenShare.of(inputs, rank, size, self._device)
+        return TokenShare.from_inputs(inputs, rank, size, self._device)
 
     def _forward_piece(self, share: TokenShare, entropy: bool) -> _Passed:
         received = None
         if self._stage:
-            received = self._receive((share.tokens_t.numel(), 1, self._geometry.hidden_size), self._stage - 1)
+            received = self._receive_tensor((share.tokens_t.numel(), 1, self._geometry.hidden_size), self._stage - 1)
             received.requires_grad_(torch.is_grad_enabled())
             self._network.set_input_tensor(received)
         self._positions_t, self._predictors_a = share.positions_t, share.predictors_a
@@ -187,7 +187,7 @@ class MegatronForward:
             note_entropy_gradient(entropy_a, self._request)
         return _Passed(received, log_probs_a, entropy_a, share)
 
-    def _head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+    def _forward_head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         """Replace the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies of drawn tokens."""
         # With tied weights Megatron passes the input embedding as `weight`.
         weight = self._network.output_layer.weight if weight is None else weight
@@ -210,10 +210,12 @@ class MegatronForward:
         # (`_apply_rotary_pos_emb_thd`).
         return angles[self._positions_t]
 
-    def _shared(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
+    def _share_results(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
         if self._is_last:
-            columns = [torch.cat([one.share.spread(one.output.detach()) for one in passed])]
-            columns += [torch.cat([one.share.spread(one.entropy_a.detach()) for one in passed])] if entropy else []
+            columns = [torch.cat([one.share.spread_values(one.output.detach()) for one in passed])]
+            columns += (
+                [torch.cat([one.share.spread_values(one.entropy_a.detach()) for one in passed])] if entropy else []
+            )
             known = torch.stack(columns)
             if self._context is not None:
                 # Each rank's values are 0 where they are another rank's.
@@ -224,10 +226,10 @@ class MegatronForward:
             dist.broadcast(known, src=self._stages[-1], group=self._pipeline_group)
         return known[0], known[1] if entropy else known[0, :0]
 
-    def _send(self, tensor: Tensor, stage: int) -> Any:
+    def _send_tensor(self, tensor: Tensor, stage: int) -> Any:
         return dist.isend(tensor.contiguous(), dst=self._stages[stage], group=self._pipeline_group)
 
-    def _receive(self, shape: Sequence[int], stage: int) -> Tensor:
+    def _receive_tensor(self, shape: Sequence[int], stage: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         dist.recv(tensor, src=self._stages[stage], group=self._pipeline_group)
         return tensor
@@ -275,7 +277,7 @@ class MegatronEngine:
         self._device = device
         context = join_groups(layout, timeout_s=timeout_s, seed=seed)
         self._actor, self._temperature = actor, temperature
-        self._model = DenseModel.of(read_model_config(model_dir))
+        self._model = DenseModel.from_config(read_model_config(model_dir))
         self._parts = build_megatron(self._model, actor, layout, context)
         self._state = MegatronState(self._parts)
         self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
@@ -416,7 +418,7 @@ class MegatronFrozenModel(MegatronCopy):
         prepare_megatron(device)
         layout = actor.megatron.layout(dist.get_world_size())
         context = join_groups(layout, timeout_s=timeout_s, seed=0)
-        parts = build_network(DenseModel.of(read_model_config(model_dir)), actor, layout, context)
+        parts = build_network(DenseModel.from_config(read_model_config(model_dir)), actor, layout, context)
         super().__init__(parts, actor, temperature=temperature, device=device)
         self.read_weights(weights_dir)
 
@@ -488,23 +490,23 @@ class MegatronState:
         """Read this rank's boxes from safetensors; collective over replicas.
         Raises ConfigError if a weight is missing or has another shape."""
         weights.fill(
-            LocalShard(flat.name, flat.shape, flat.box, flat.of(run.main.detach()))
+            LocalShard(flat.name, flat.shape, flat.box, flat.view_of_run(run.main.detach()))
             for run in self._runs
             for flat in run.boxes
         )
-        self._publish()
+        self._publish_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return `model`, `optimizer` (moments by weight), and AdamW's update count."""
         states = self._optimizer.optimizer.state
-        moments = {kind: self._boxed(partial(_moment, states, kind)) for kind in MOMENTS}
-        model = self._boxed(lambda main: main.detach())
+        moments = {kind: self._box_tensors(partial(_moment, states, kind)) for kind in MOMENTS}
+        model = self._box_tensors(lambda main: main.detach())
         return {"model": model, "optimizer": {**moments, "step": torch.tensor(self._adam_step())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the count, and publish the weights, which were loaded in place; collective over replicas."""
         self._set_adam_step(int(state["optimizer"]["step"]))
-        self._publish()
+        self._publish_masters()
 
     def _find_runs(self) -> Iterator[_Run]:
         """Yield this rank's run of every parameter that it has a part of, in model order."""
@@ -520,17 +522,17 @@ class MegatronState:
             main = optimizer.optimizer.param_groups[group]["params"][order]
             yield _Run(main, boxes, tied_copy or (geometry.tp_rank > 0 and not is_cut), decays(parameter))
 
-    def _boxed(self, values_of: Callable[[Tensor], Tensor]) -> dict[str, BoxedTensor]:
+    def _box_tensors(self, values_of: Callable[[Tensor], Tensor]) -> dict[str, BoxedTensor]:
         parts: dict[str, list[BoxPart]] = defaultdict(list)
         shapes: dict[str, tuple[int, ...]] = {}
         for run in self._runs:
             for flat in run.boxes:
-                parts[flat.name].append(BoxPart(flat.box, flat.of(values_of(run.main)), run.replica))
+                parts[flat.name].append(BoxPart(flat.box, flat.view_of_run(values_of(run.main)), run.replica))
                 shapes[flat.name] = flat.shape
         return {name: BoxedTensor(shapes[name], held) for name, held in parts.items()}
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def _publish_masters(self) -> None:
         """Copy the master weights into the model, and gather those of all replicas."""
         self._optimizer._copy_main_params_to_model_params()
         self._parts.wrapped.start_param_sync(force_sync=True)

@@ -42,7 +42,7 @@ class TokenShare:
     num_drawn: int  # A
 
     @staticmethod
-    def of(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":
+    def from_inputs(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":
         """Return the share of one of `size` ranks on its device; `inputs` are in host memory."""
         spare = -inputs.tokens_T.numel() % size
         layout = inputs.layout
@@ -68,12 +68,12 @@ class TokenShare:
         )
         return TokenShare(tokens_t, positions_t, layout, predictors_a, targets_a, drawn_a, inputs.targets_A.numel())
 
-    def own(self, values_A: Tensor) -> Tensor:
+    def select_own(self, values_A: Tensor) -> Tensor:
         """Return this rank's part [a] of values of all drawn tokens; 0 for the dummy."""
         own = values_A[self.drawn_a]
         return own if own.numel() else values_A.new_zeros(1)
 
-    def spread(self, values_a: Tensor) -> Tensor:
+    def spread_values(self, values_a: Tensor) -> Tensor:
         """Return [A]: this rank's values in their places, 0 elsewhere."""
         return values_a.new_zeros(self.num_drawn).index_copy(0, self.drawn_a, values_a[: self.drawn_a.numel()])
 

@@ -108,7 +108,7 @@ class FlatBox:
     box: Box
     start: int  # the box's first element in the run
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_of_run(self, flat: Tensor) -> Tensor:
         """Return the box's view of the run's values."""
         return flat[self.start : self.start + self.box.numel].view(self.box.size)
 
@@ -132,7 +132,7 @@ class _Parameter:
     values: Tensor
     geometry: MegatronGeometry
 
-    def require(self, *shape: int) -> None:
+    def require_shape(self, *shape: int) -> None:
         """Refuse values of another shape."""
         if tuple(self.values.shape) != shape:
             raise PlanError(
@@ -150,8 +150,8 @@ def _whole_head(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
 
 
 def _whole(parameter: _Parameter, target: str, size: int) -> Iterator[LocalShard]:
-    parameter.require(size)
-    yield LocalShard(target, (size,), Box.whole((size,)), parameter.values)
+    parameter.require_shape(size)
+    yield LocalShard(target, (size,), Box.from_shape((size,)), parameter.values)
 
 
 def _attention_columns(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
@@ -165,7 +165,7 @@ def _ffn_columns(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
 def _columns(parameter: _Parameter, target: str, num_columns: int) -> LocalShard:
     geometry = parameter.geometry
     rows, columns = geometry.hidden_size, num_columns // geometry.tp_size
-    parameter.require(rows, columns)
+    parameter.require_shape(rows, columns)
     return LocalShard(
         target, (rows, num_columns), Box((0, geometry.tp_rank * columns), (rows, columns)), parameter.values
     )
@@ -177,7 +177,7 @@ def _output_rows(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
 
 def _vocabulary_rows(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
     geometry, padded_rows = parameter.geometry, parameter.values.shape[0]
-    parameter.require(padded_rows, geometry.hidden_size)
+    parameter.require_shape(padded_rows, geometry.hidden_size)
     start = min(geometry.tp_rank * padded_rows, geometry.vocab_size)
     values = parameter.values[: geometry.vocab_size - start]
     yield _rows(target, geometry.vocab_size, start, len(values), values)
@@ -186,7 +186,7 @@ def _vocabulary_rows(parameter: _Parameter, target: str) -> Iterator[LocalShard]
 def _gate_and_up(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
     geometry = parameter.geometry
     rows = geometry.ffn_hidden_size // geometry.tp_size
-    parameter.require(2 * rows, geometry.hidden_size)
+    parameter.require_shape(2 * rows, geometry.hidden_size)
     for which, values in (("gate", parameter.values[:rows]), ("up", parameter.values[rows:])):
         yield _rows(target.format(which), geometry.ffn_hidden_size, geometry.tp_rank * rows, rows, values)
 
@@ -194,7 +194,7 @@ def _gate_and_up(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
 def _fused_qkv(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
     geometry = parameter.geometry
     rows = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim // geometry.tp_size
-    parameter.require(rows, *(() if target.endswith(".bias") else (geometry.hidden_size,)))
+    parameter.require_shape(rows, *(() if target.endswith(".bias") else (geometry.hidden_size,)))
     if geometry.num_kv_heads % geometry.tp_size:
         yield from _fused_parts_of_groups(parameter, target)
         return

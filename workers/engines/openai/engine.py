@@ -58,10 +58,10 @@ class OpenAIEngine(TaskEngine):
         self.version = 0
         self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
-        self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
+        self._servers = self._tasks.call_in_loop(self._connect_servers, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
         first = self._servers[0]
-        self._served = config.model or self._run(
+        self._served = config.model or self._run_with_retries(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
         )
 
@@ -77,29 +77,29 @@ class OpenAIEngine(TaskEngine):
             UserCodeFailed: the user's function raised, or did not return in time.
         """
         assert not self.num_running, "load_weights() while responses run"
-        directory = self._write(weights)
+        directory = self._write_weights(weights)
         config = self._config
         if config.update == "vllm":
-            # `ServedWeights.take` makes four requests per attempt.
+            # `ServedWeights.take_weights` makes four requests per attempt.
             timeout_s = (config.retries + 1) * 4 * config.update_timeout_s
-            self._run(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
+            self._run_with_retries(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
             return
         if self._updates is None:
             self._updates = open_updates(config)
-        self._updates.call(str(directory), on=f"the weights in {directory}")
+        self._updates.call_and_wait(str(directory), on=f"the weights in {directory}")
 
     def close(self) -> None:
         """Close all connections; idempotent. The servers continue with the weights they have."""
         if self._servers:
             self._tasks.abort()
             for server in self._servers:
-                self._run(server.close(), "connections to close", timeout_s=self._config.timeout_s)
+                self._run_with_retries(server.close(), "connections to close", timeout_s=self._config.timeout_s)
             self._servers = []
             self._tasks.close()
         if self._updates is not None:
             self._updates.close()
 
-    def _connect(self) -> list[OpenAIServer]:
+    def _connect_servers(self) -> list[OpenAIServer]:
         config, api_key = self._config, read_api_key(self._config.api_key_variable, "openai.api_key_variable")
         return [
             OpenAIServer(
@@ -140,7 +140,9 @@ class OpenAIEngine(TaskEngine):
         }
         stop = request.stop
         is_over = (lambda tokens, since: stop.are_in(tokens, since=since)) if stop else (lambda tokens, since: False)
-        completion = await server.complete(body, self._tasks.progress, weights.unchanged, is_over=is_over)
+        completion = await server.complete_prompt(
+            body, self._tasks.note_progress, weights.ensure_unchanged, is_over=is_over
+        )
         check_completion(server.url, completion, ends=ends, vocab_size=self._vocab_size, max_tokens=limit, stop=stop)
         return Generation.of(
             request,
@@ -150,7 +152,7 @@ class OpenAIEngine(TaskEngine):
             truncated=completion.truncated,
         )
 
-    def _write(self, weights: Mapping[str, Tensor]) -> Path:
+    def _write_weights(self, weights: Mapping[str, Tensor]) -> Path:
         """Write the next numbered Hugging Face directory; remove all but the newest `_KEPT`."""
         root = Path(self._config.weights_dir)
         root.mkdir(parents=True, exist_ok=True)
@@ -164,11 +166,11 @@ class OpenAIEngine(TaskEngine):
         return target
 
     async def _take_all(self, directory: Path) -> None:
-        await asyncio.gather(*(weights.take(directory) for weights in self._weights))
+        await asyncio.gather(*(weights.take_weights(directory) for weights in self._weights))
 
-    def _run(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
+    def _run_with_retries(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
         """Run what may be attempted several times; `timeout_s` excludes the pauses between attempts."""
-        return self._tasks.run(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
+        return self._tasks.run_coroutine(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
 
 
 def check_completion(

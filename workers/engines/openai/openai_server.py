@@ -115,12 +115,12 @@ class OpenAIServer:
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists.
         Raises EngineFailed if it does not answer, or lists none."""
-        listed = await self._again(lambda: self._get("/v1/models", _Models), ServerBusy)
+        listed = await self._retry_attempt(lambda: self._get_json("/v1/models", _Models), ServerBusy)
         if not listed.data:
             raise EngineFailed(f"openai.urls: {self._url} lists no models; name one in openai.model")
         return listed.data[0].id
 
-    async def complete(
+    async def complete_prompt(
         self,
         body: Mapping[str, Any],
         progress: Callable[[], None],
@@ -143,35 +143,35 @@ class OpenAIServer:
 
         async def attempt() -> Completion:
             async with guard():
-                return await self._complete(whole, progress, is_over)
+                return await self._complete_once(whole, progress, is_over)
 
-        return await self._again(attempt, ServerBusy)
+        return await self._retry_attempt(attempt, ServerBusy)
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return an attempt's result; retry while there is no connection.
         Raises EngineFailed if the server stays away, or failed in another way."""
         try:
-            return await self._again(attempt, ServerAway)
+            return await self._retry_attempt(attempt, ServerAway)
         except ServerBusy as error:
             raise EngineFailed(str(error)) from error
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
+    async def post_json(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
         """Post JSON, without retries.
 
         Raises:
             EngineFailed: the server refused.
             ServerBusy: it failed, did not answer in time, or is away.
         """
-        await self._send("POST", path, body, timeout_s=timeout_s)
+        await self._send_request("POST", path, body, timeout_s=timeout_s)
 
     async def weights_mark(self) -> str:
         """Return the mark of the server's weights; vLLM's own if none was set. Raises ServerBusy."""
-        return (await self._get("/weight_info", _WeightInfo)).weight_version
+        return (await self._get_json("/weight_info", _WeightInfo)).weight_version
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _again(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
+    async def _retry_attempt(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
         """Return an attempt's result; retry if it raises `passing`."""
         for pause_s in [*pauses(self._retries, self._retry_pause_s), None]:
             try:
@@ -183,13 +183,13 @@ class OpenAIServer:
                 await asyncio.sleep(pause_s)
         raise AssertionError("the loop returns or raises")
 
-    async def _complete(
+    async def _complete_once(
         self, body: Mapping[str, Any], progress: Callable[[], None], is_over: Callable[[list[int], int], bool]
     ) -> Completion:
         tokens: list[int] = []
         log_probs: list[float] = []
         reason = None
-        async with aclosing(self._events("/v1/completions", body)) as received:
+        async with aclosing(self._stream_events("/v1/completions", body)) as received:
             async for event in received:
                 num_seen = len(tokens)
                 for choice in event.choices:
@@ -217,38 +217,38 @@ class OpenAIServer:
             )
         return choice.token_ids
 
-    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[_Event, None]:
+    async def _stream_events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[_Event, None]:
         try:
             async with self._client.stream("POST", self._url + path, json=dict(body)) as response:
                 if not response.is_success:
                     await response.aread()
-                    self._check(response)
+                    self._check_response(response)
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
-                    event = self._decoded(data.encode(), _Event, path)
+                    event = self._decode_json(data.encode(), _Event, path)
                     if event.error is not None:
                         raise ServerBusy(f"openai: {self._url} failed: {_short(str(event.error))}")
                     yield event
         except httpx2.HTTPError as error:
-            raise self._broken(path, error) from error
+            raise self._connection_error(path, error) from error
 
-    async def _get(self, path: str, kind: type[T]) -> T:
-        return self._decoded((await self._send("GET", path, None)).content, kind, path)
+    async def _get_json(self, path: str, kind: type[T]) -> T:
+        return self._decode_json((await self._send_request("GET", path, None)).content, kind, path)
 
-    async def _send(
+    async def _send_request(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float | None = None
     ) -> httpx2.Response:
         timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else httpx2.Timeout(timeout_s, connect=_CONNECT_S)
         try:
             response = await self._client.request(method, self._url + path, json=body, timeout=timeout)
         except httpx2.HTTPError as error:
-            raise self._broken(path, error) from error
-        self._check(response)
+            raise self._connection_error(path, error) from error
+        self._check_response(response)
         return response
 
-    def _decoded(self, data: bytes, kind: type[T], path: str) -> T:
+    def _decode_json(self, data: bytes, kind: type[T], path: str) -> T:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
@@ -256,7 +256,7 @@ class OpenAIServer:
         except msgspec.DecodeError as error:
             raise ServerBusy(f"openai: {self._url}{path} sent invalid JSON: {error}") from error
 
-    def _check(self, response: httpx2.Response) -> None:
+    def _check_response(self, response: httpx2.Response) -> None:
         if response.is_success:
             return
         said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
@@ -265,7 +265,7 @@ class OpenAIServer:
             raise ServerBusy(said)
         raise RequestRefused(said)
 
-    def _broken(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
+    def _connection_error(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
         if isinstance(error, httpx2.TimeoutException):
             return ServerBusy(f"openai: {self._url}{path} did not answer in time ({type(error).__name__})")
         return ServerAway(f"openai: {self._url}{path} cannot be reached ({type(error).__name__}: {error})")
@@ -293,7 +293,7 @@ def _short(text: str) -> str:
 class ServedWeights:
     """The weights of one vLLM server that allows development requests; created and used inside one event loop.
 
-    `timeout_s` limits each request of `take`.
+    `timeout_s` limits each request of `take_weights`.
     """
 
     def __init__(self, server: OpenAIServer, *, timeout_s: float) -> None:
@@ -303,11 +303,11 @@ class ServedWeights:
         self._mark: str | None = None
         self._taking = asyncio.Lock()
 
-    async def take(self, directory: Path) -> None:
+    async def take_weights(self, directory: Path) -> None:
         """Have the server read weights and drop its prompt cache; wait for a server that is away.
         Raises EngineFailed, which says what to do, if it did not take them."""
         try:
-            self._mark = await self._server.when_there(lambda: self._take(directory))
+            self._mark = await self._server.when_there(lambda: self._reload_weights(directory))
         except EngineFailed as error:
             raise EngineFailed(
                 f"{error}; a vLLM server with VLLM_SERVER_DEV_MODE=1 takes weights from {directory}; for others set "
@@ -316,7 +316,7 @@ class ServedWeights:
         self._directory = directory
 
     @asynccontextmanager
-    async def unchanged(self) -> AsyncIterator[None]:
+    async def ensure_unchanged(self) -> AsyncIterator[None]:
         """Ensure that a response requested inside was drawn from the weights taken last.
 
         Raises:
@@ -332,15 +332,15 @@ class ServedWeights:
             # Several responses may notice at once; only the first one restores the weights.
             if self._mark == mark and self._directory is not None:
                 logger.warning("openai: %s has lost its weights and takes them again", self._server.url)
-                await self.take(self._directory)
+                await self.take_weights(self._directory)
         raise ServerBusy(
             f"openai: {self._server.url} had other weights than it was given: it was restarted, or somebody else "
             f"updated it"
         )
 
-    async def _take(self, directory: Path) -> str | None:
+    async def _reload_weights(self, directory: Path) -> str | None:
         """Return the mark; None: an older vLLM, which keeps none."""
-        post = partial(self._server.post, timeout_s=self._timeout_s)
+        post = partial(self._server.post_json, timeout_s=self._timeout_s)
         await post("/pause?mode=abort&clear_cache=true", {})
         await post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         mark: str | None = secrets.token_hex(8)

@@ -48,41 +48,41 @@ class Decoding:
         """When the next response ends, unless another one starts before (s); None: nothing runs."""
         return self._over_since if self._over else self._first_end()
 
-    def clock(self, now: float) -> float:
+    def clock_at(self, now: float) -> float:
         """Return how much work each response could have done by now (s)."""
-        self._advance(now)
+        self._advance_clock(now)
         return self._clock
 
     def begin(self, number: int, work_s: float, now: float) -> float:
         """Start response `number`, which would take `work_s` on its own; return the clock."""
-        self._advance(now)
+        self._advance_clock(now)
         heapq.heappush(self._ends, (self._clock + work_s, number))
-        self._count(1)
+        self._add_running(1)
         return self._clock
 
-    def stall(self, seconds: float, now: float) -> None:
+    def stall_responses(self, seconds: float, now: float) -> None:
         """Stall all responses while prompts are computed."""
-        self._advance(now)
+        self._advance_clock(now)
         self._now += seconds
 
-    def cancel(self, number: int, now: float) -> None:
-        self._advance(now)
+    def cancel_response(self, number: int, now: float) -> None:
+        self._advance_clock(now)
         if number in self._over:
             self._over.remove(number)
             return
         self._cancelled.add(number)
-        self._count(-1)
+        self._add_running(-1)
 
-    def ended(self, now: float) -> list[int]:
+    def take_ended(self, now: float) -> list[int]:
         """Return the responses that ended since the last call, in order."""
-        self._advance(now)
+        self._advance_clock(now)
         over, self._over = self._over, []
         return over
 
-    def _advance(self, now: float) -> None:
+    def _advance_clock(self, now: float) -> None:
         while (end := self._first_end()) is not None and end <= now:
             self._clock, number = heapq.heappop(self._ends)
-            self._count(-1)
+            self._add_running(-1)
             self._over_since = self._over_since if self._over else end
             self._over.append(number)
             self._now = max(self._now, end)
@@ -95,7 +95,7 @@ class Decoding:
             self._cancelled.discard(heapq.heappop(self._ends)[1])
         return self._now + (self._ends[0][0] - self._clock) * self._rate if self._ends else None
 
-    def _count(self, more: int) -> None:
+    def _add_running(self, more: int) -> None:
         self._num_running += more
         if self._num_running and self._alone_s:
             self._rate = self._decode_s(self._num_running) / self._alone_s
@@ -111,14 +111,14 @@ class SimLengths:
         self._config = config
         self._samples = samples_per_step
         self._seed = seed
-        self._of_step = lru_cache(maxsize=8)(self._draw)
+        self._of_step = lru_cache(maxsize=8)(self._draw_lengths)
 
-    def tokens(self, index: int) -> int:
+    def response_length(self, index: int) -> int:
         """Return the length of the response of row `index` (tokens, at least 1)."""
         step, place = divmod(index, self._samples)
         return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
 
-    def _draw(self, step: int) -> NDArray[np.float64]:
+    def _draw_lengths(self, step: int) -> NDArray[np.float64]:
         """Return a step's relative lengths, float64 [samples per step] with mean 1, in data order."""
         config, size = self._config, self._samples
         chance = np.random.default_rng([self._seed, step])

@@ -92,7 +92,7 @@ class SimGenerateEngine:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        moment = self._decoding.clock(self._clock())
+        moment = self._decoding.clock_at(self._clock())
         oldest = min((one.first for one in self._running.values()), default=moment)
         # Keep the swaps that running responses have lived through, and the last one before them.
         kept = [swap for swap in self._swaps if swap[0] > oldest]
@@ -113,9 +113,11 @@ class SimGenerateEngine:
         if any(request.stop is not None for request in requests):
             raise BadRequest("the sim engine draws no text, so no stop string can end a response; leave `stop` out")
         now = self._clock()
-        self._decoding.stall(self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now)
+        self._decoding.stall_responses(
+            self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now
+        )
         for request in requests:
-            num_tokens = min(request.limit(self._longest), self._lengths.tokens(request.index))
+            num_tokens = min(request.limit(self._longest), self._lengths.response_length(request.index))
             number = next(self._numbers)
             began = self._decoding.begin(number, self._config.decode_s(1) * num_tokens, now)
             self._running[number] = _Running(request, num_tokens, began)
@@ -124,12 +126,12 @@ class SimGenerateEngine:
         """Sleep until a response ends or `wake` is set; return those that ended."""
         if (end := self._decoding.next_end) is not None:
             wake.wait(max(0.0, end - self._clock()))
-        return [self._generation(self._running.pop(number)) for number in self._decoding.ended(self._clock())]
+        return [self._make_generation(self._running.pop(number)) for number in self._decoding.take_ended(self._clock())]
 
     def cancel(self, ticket: int) -> None:
         for number in [number for number, one in self._running.items() if one.request.ticket == ticket]:
             del self._running[number]
-            self._decoding.cancel(number, self._clock())
+            self._decoding.cancel_response(number, self._clock())
 
     def abort(self) -> None:
         self._running.clear()
@@ -145,9 +147,9 @@ class SimGenerateEngine:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _generation(self, one: _Running) -> Generation:
+    def _make_generation(self, one: _Running) -> Generation:
         size, stop_ids = one.num_tokens, one.request.stop_ids
-        truncated = size < self._lengths.tokens(one.request.index)
+        truncated = size < self._lengths.response_length(one.request.index)
         response_R = torch.full((size,), next(token for token in itertools.count(_TOKEN) if token not in stop_ids))
         if stop_ids and not truncated:
             response_R[-1] = stop_ids[0]

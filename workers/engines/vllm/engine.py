@@ -42,7 +42,7 @@ class VllmEngine(TaskEngine):
     """Generates responses with vLLM; implements `GenerateEngine`.
 
     Starts vLLM's process with random weights, so `load_weights` or `load_held` must come before `submit`. Set
-    `joins_groups` if its ranks are going to `follow`.
+    `joins_groups` if its ranks are going to `follow_weights`.
 
     Raises:
         ConfigError: vLLM is missing, or refuses the settings.
@@ -80,7 +80,9 @@ class VllmEngine(TaskEngine):
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
         self._tasks = ResponseTasks("vllm")
-        self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
+        self._tasks.run_coroutine(
+            self._prepare_transfer(), what="vLLM to take settings", timeout_s=config.swap_timeout_s
+        )
         process.connected()
 
     @staticmethod
@@ -130,7 +132,7 @@ class VllmEngine(TaskEngine):
         """False for an older vLLM, which may not say where the model is."""
         return self._tells_versions
 
-    def follow(self, following: Following) -> None:
+    def follow_weights(self, following: Following) -> None:
         self._call_ranks("follow_weights", msgspec.to_builtins(following))
 
     def hold(self, version: Version) -> bool:
@@ -138,7 +140,7 @@ class VllmEngine(TaskEngine):
         return all(self._call_ranks("hold_weights", list(version)))
 
     def load_held(self) -> None:
-        self._load({})
+        self._load_letter({})
         self._loaded = True
         self._call_ranks("let_weights_go")
 
@@ -146,7 +148,7 @@ class VllmEngine(TaskEngine):
         if self._llm is not None:
             self._tasks.abort()
             end = partial(self._llm.shutdown, timeout=_SHUTDOWN_S)
-            self._tasks.call(end, what="vLLM to end", timeout_s=self._config.swap_timeout_s)
+            self._tasks.call_in_loop(end, what="vLLM to end", timeout_s=self._config.swap_timeout_s)
             self._tasks.close()
             self._llm = None
 
@@ -161,13 +163,13 @@ class VllmEngine(TaskEngine):
             self._slot = SlotMemory(self._layout.num_bytes)
         copy = Region(self._slot.memory, self._layout)
         for number, name in enumerate(self._layout.plan.names):
-            copy.tensor(number).copy_(weights[name])
-        self._load({"offer": msgspec.to_builtins(self._slot.offer)})
+            copy.view_tensor(number).copy_(weights[name])
+        self._load_letter({"offer": msgspec.to_builtins(self._slot.offer)})
 
-    def _load(self, update: dict[str, object]) -> None:
+    def _load_letter(self, update: dict[str, object]) -> None:
         number = self._load_number + 1
-        swap = self._swap(update, number)
-        self._tasks.run(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
+        swap = self._swap_weights(update, number)
+        self._tasks.run_coroutine(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
         if not self._tasks.num_running:
             self._versions = {}
         self._load_number = number
@@ -182,9 +184,9 @@ class VllmEngine(TaskEngine):
             except Exception as error:
                 raise EngineFailed(f"vLLM's ranks: {method} failed ({error}); the log above says why") from error
 
-        return self._tasks.run(call(), what=f"vLLM's ranks: {method}", timeout_s=self._config.swap_timeout_s)
+        return self._tasks.run_coroutine(call(), what=f"vLLM's ranks: {method}", timeout_s=self._config.swap_timeout_s)
 
-    async def _prepare(self) -> None:
+    async def _prepare_transfer(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         tensors = msgspec.to_builtins(self._layout.plan.tensors)
@@ -208,7 +210,7 @@ class VllmEngine(TaskEngine):
                 num_seen = 0
                 async for output in outputs:
                     completion = output.outputs[0]
-                    self._tasks.progress()
+                    self._tasks.note_progress()
                     if self._is_over(request, completion, load_number, since=num_seen):
                         break
                     num_seen = len(completion.token_ids)
@@ -256,7 +258,7 @@ class VllmEngine(TaskEngine):
             skip_clone=True,
         )
 
-    async def _swap(self, update: dict[str, object], number: int) -> None:
+    async def _swap_weights(self, update: dict[str, object], number: int) -> None:
         # From here on tokens may come from the new weights, which `_is_over` must know.
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

@@ -154,7 +154,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         assert self._layout is not None, "init_transfer_engine() comes first"
         region = Region(self._slots.get(offer, ((0, offer.num_bytes),)), self._layout)
         for number, name in enumerate(self._layout.plan.names):
-            yield name, region.tensor(number).to(self._device)
+            yield name, region.view_tensor(number).to(self._device)
 
 
 def _pack_tied_weights(model: Any) -> None:
