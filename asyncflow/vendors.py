@@ -167,7 +167,7 @@ class _Cuda(Vendor):
     def pci_address(self, index: int) -> str:
         import torch
 
-        found = torch.cuda.get_device_properties(index)
+        found: Any = torch.cuda.get_device_properties(index)
         try:
             return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         except AttributeError:  # of an older PyTorch
