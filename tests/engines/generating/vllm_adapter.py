@@ -28,7 +28,7 @@ class VllmAdapter(Adapter):
     settings: Mapping[str, Any] = {}
     families = ("llama",)
     model = {"hidden_size": 128, "head_dim": 32}  # noqa: RUF012 - the smallest head of vLLM's CPU kernels
-    tolerance = 2e-4  # those of 0.23 on the CPU; those of 0.32 are within 1e-4
+    tolerance = 2e-4  # those of 0.23 and 0.29 on the CPU; those of 0.32 are within 1e-4
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
