@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,6 +46,24 @@ def open_device(name: str) -> torch.device:
         raise ConfigError(f"launcher.device: {name} does not exist for this PyTorch ({torch.__version__}); use cpu")
     use_device(device)
     return device
+
+
+def bind_to_device(device: torch.device, system: Path = Path("/sys")) -> None:
+    """Keep the calling thread, and threads and processes that it starts, to the cores near `device`.
+
+    Memory that they touch first is then near it, too. No-op if its NUMA node is unknown, or if this process may use
+    none of its cores.
+    """
+    address = vendor_of(device.type).pci_address(device.index or 0)
+    try:
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text()) if address else -1
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except OSError:  # virtual machines and containers may hide it
+        return
+    ranges = [part.partition("-") for part in listed.strip().split(",") if part]
+    near = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    if allowed := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
 
 
 def use_device(device: torch.device) -> None:
@@ -105,13 +124,17 @@ def grow_segments(kind: str) -> None:
         os.environ[variables[0]] = _GROWING
 
 
-def without_growing(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the allocator's variables for a process that manages device memory itself, as vLLM does."""
-    found = {variable: env[variable] for variable in vendor_of(device.type).allocator if variable in env}
-    return {
-        variable: ",".join(one for one in value.split(",") if not one.strip().startswith("expandable_segments"))
-        for variable, value in found.items()
-    }
+def without_growing(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """Return the allocator's variables for a process that manages device memory itself, as vLLM does; None: unset.
+
+    Only the vendor's own one is set: vLLM's plugin may set it, too, and a vendor may refuse two.
+    """
+    variables = vendor_of(device.type).allocator
+    found = next((env[variable] for variable in variables if variable in env), None)
+    if found is None:
+        return {}
+    kept = ",".join(one for one in found.split(",") if not one.strip().startswith("expandable_segments"))
+    return dict.fromkeys(variables) | {variables[0]: kept}
 
 
 def make_deterministic(device: torch.device) -> None:

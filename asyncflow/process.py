@@ -91,18 +91,22 @@ def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:
 
 
 @contextmanager
-def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and restore the old ones afterwards. Not thread-safe."""
+def variables_set(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: unset), and restore the old ones afterwards. Not thread-safe."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _put_variables(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _put_variables(before)
+
+
+def _put_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 # Parameters of glibc's mallopt(3).

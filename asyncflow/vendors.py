@@ -21,6 +21,17 @@
 # bounded by the group's own timeout (`Options.op_timeout`, later `_timeout`) whatever `wait` is given. `Backend.abort`
 # is empty; `abort_hccl_comm` destroys the communicators, but an operation on the device continues.
 #
+# Variables of Ascend's processes (`_Npu.environment`): what vllm-ascend (v0.23.0) and verl set, or demand.
+# VLLM_ASCEND_ENABLE_NZ: vllm-ascend's worker refuses every update of weights unless it is 0 (`worker.py`,
+# `_check_nz_disabled`). TASK_QUEUE_ENABLE: 2 would be faster for trainers, but torch_npu refuses it while a graph is
+# captured (`NPUGraph.cpp`), and it takes memory. CPU_AFFINITY_CONF: each process keeps to the cores of its device,
+# those of its NUMA node. HCCL_OP_EXPANSION_MODE: vector cores carry collectives out, instead of the slower AI CPUs.
+# HCCL_EXEC_TIMEOUT: ranks come to a collective as late as the slowest one computes, or saves; with half an hour, the
+# default, a long step is an error.
+#
+# Both allocator variables set is an error of torch_npu (`NPUAllocatorConfig.cpp`), and vllm-ascend sets
+# PYTORCH_NPU_ALLOC_CONF by itself (`platform.py`).
+#
 # No group of several such devices has run: tests use a backend that behaves in the same way (`tests/device`).
 
 import importlib.metadata
@@ -29,7 +40,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -61,8 +72,11 @@ class Vendor:
     has_float64: bool = True  # whether its kernels compute in float64
     # Whether products of half-precision matrices can return their float32 sums (PyTorch's `out_dtype`).
     has_float32_products: bool = False
-    # Environment variables that configure PyTorch's allocator for it; the first one is the one to set.
+    # Environment variables that configure PyTorch's allocator for it; the first one is the one to set, alone.
     allocator: tuple[str, ...] = ()
+    # Environment variables of every process that uses it, where the user set none.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    has_request_seeds: bool = True  # whether vLLM's sampler draws as fast with a seed for each request
 
     def obstacle(self) -> str:
         """Say why the installed software cannot drive the device; "": it can. Torch-free."""
@@ -84,7 +98,9 @@ class Vendor:
         return min(count, present)
 
     def load(self) -> None:
-        """Make PyTorch know the device; call before its first use in a process."""
+        """Make PyTorch know the device; call before its first use in a process, or before a child is to use it."""
+        for name, value in self.environment.items():
+            os.environ.setdefault(name, value)
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
         """Return a group whose waits raise RuntimeError once `timeout` has passed, and never end the process."""
@@ -101,6 +117,10 @@ class Vendor:
     def determinism(self) -> dict[str, str]:
         """Return environment variables that make its kernels and collectives reproducible to the bit."""
         return {}
+
+    def pci_address(self, index: int) -> str:
+        """Return where one of a process's devices is on the PCI bus; "": unknown, or its processes bind themselves."""
+        return ""
 
 
 class _Cpu(Vendor):
@@ -122,10 +142,6 @@ class _Cuda(Vendor):
         except importlib.metadata.PackageNotFoundError:
             return "torch is not installed"
         return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else ""
-
-    def load(self) -> None:
-        # Otherwise NCCL's monitor polls the unprefixed store; see above.
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
         from torch.distributed import ProcessGroupNCCL
@@ -150,12 +166,22 @@ class _Cuda(Vendor):
     def determinism(self) -> dict[str, str]:
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
+    def pci_address(self, index: int) -> str:
+        import torch
+
+        found: Any = torch.cuda.get_device_properties(index)
+        try:
+            return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        except AttributeError:  # of an older PyTorch
+            return ""
+
 
 class _Npu(Vendor):
     def obstacle(self) -> str:
         return "" if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
 
     def load(self) -> None:
+        super().load()
         importlib.import_module("torch_npu")  # registers the device and HCCL
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
@@ -176,9 +202,24 @@ class _Npu(Vendor):
 
 
 CPU = _Cpu("cpu", "gloo")
+# What vllm-ascend and verl set for Ascend's processes, or demand of them; see above.
+_ASCEND = {
+    "VLLM_ASCEND_ENABLE_NZ": "0",
+    "TASK_QUEUE_ENABLE": "1",
+    "CPU_AFFINITY_CONF": "1",
+    "HCCL_OP_EXPANSION_MODE": "AIV",
+    "HCCL_EXEC_TIMEOUT": "3600",
+}
 _OWN = (
     _Npu(
-        "npu", "hccl", "davinci", "ASCEND_RT_VISIBLE_DEVICES", has_float64=False, allocator=("PYTORCH_NPU_ALLOC_CONF",)
+        "npu",
+        "hccl",
+        "davinci",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        has_float64=False,
+        allocator=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        environment=_ASCEND,
+        has_request_seeds=False,
     ),
     _Cuda(
         "cuda",
@@ -187,6 +228,8 @@ _OWN = (
         "CUDA_VISIBLE_DEVICES",
         has_float32_products=True,
         allocator=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        # Otherwise NCCL's monitor polls the unprefixed store; see above.
+        environment={"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
     ),
     CPU,
 )

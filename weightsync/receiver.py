@@ -427,10 +427,6 @@ class RanksEngine(Protocol):
     def num_ranks(self) -> int:
         """Processes that share the model."""
 
-    @property
-    def can_follow(self) -> bool:
-        """Whether the ranks can also receive from the agent's memory, without a broadcast."""
-
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what the ranks need together."""
 

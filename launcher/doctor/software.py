@@ -30,10 +30,10 @@ _LIBRARIES = {
 """Engine -> modules that it imports."""
 _ON_NPU = {"vllm": ("vllm_ascend",), "megatron": ("mindspeed",)}
 _INSTALLS = {
-    _TRANSFORMERS: "pip install 'transformers>=5.16,<6'",
+    _TRANSFORMERS: "pip install 'transformers>=5.5.4,<6'",
     _FSDP: "pip install 'torch>=2.10'",
-    "mindspeed": "pip install git+https://github.com/Ascend/MindSpeed (PyPI's is a placeholder)",
-    "torch_npu": "pip install torch==2.10.0 torch-npu==2.10.0",
+    "mindspeed": "pip install git+https://gitcode.com/Ascend/MindSpeed@core_r0.16.0 (PyPI's is a placeholder)",
+    "torch_npu": "pip install torch==2.10.0 torch-npu==2.10.0.post4",
 }
 _EXTRAS = {"vllm": ("vllm", "cuda"), "httpx2": ("openai", "cuda"), "vllm_ascend": ("vllm", "npu"),
            "megatron.core": ("megatron", "cuda")}  # fmt: skip

@@ -33,10 +33,6 @@ class Ranks:
     def num_ranks(self) -> int:
         return NUM_RANKS
 
-    @property
-    def can_follow(self) -> bool:
-        return True
-
     def weight_needs(self) -> Mapping[str, Need]:
         return needs(self._setup.wide)
 

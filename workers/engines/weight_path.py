@@ -93,7 +93,7 @@ def follow_policy(
     """
     config = context.config
     broadcast = config.weightsync.path == "broadcast"
-    if isinstance(engine, RanksEngine) and (broadcast or engine.can_follow):
+    if isinstance(engine, RanksEngine):
         ranks = RanksReceiver(
             context.job_credentials(), _agent(context), context.name, engine,
             run_dir=context.run_dir, lead=_lead(context) if broadcast else "", arrived=arrived,

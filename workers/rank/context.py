@@ -24,7 +24,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.checkpoint_files import CheckpointMeta
-from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
+from asyncflow.device import bind_to_device, grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job, choose_interfaces, last_words
 from asyncflow.run_files import META_FILE, TIMELINE
@@ -88,6 +88,8 @@ class WorkerContext:
         engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
         elsewhere = engines.get(role) == "vllm"
         self.device = name_device(name) if elsewhere else open_device(name)
+        if not elsewhere:
+            bind_to_device(self.device)
         self.reading_device = torch.device("cpu") if elsewhere else self.device  # where this process copies weights to
         if self.config.deterministic:
             make_deterministic(self.device)

@@ -34,6 +34,9 @@ class VllmConfig(Settings):
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks, each with a device of the same node, that share one copy of the model: with 4, `rollout:8` is two copies.
     """
+    request_seeds: bool | None = None
+    """Give every response its own seed, so that its draws do not depend on what else runs; null: true, but false on
+    Ascend, whose sampler then computes response by response. Without, a run's draws do not repeat."""
     prefix_caching: bool = True
     """Compute the common part of prompts once; never shared between two versions of the weights."""
     start_timeout_s: float = Field(600.0, gt=0)

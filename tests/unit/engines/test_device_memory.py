@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
+from workers.engines.fsdp.sharding import _checkpoint_activations
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 from workers.rows.packed_rows import Sequences
@@ -35,7 +36,7 @@ def test_activations_are_what_autograd_keeps(dtype: str, recomputed: bool) -> No
     estimated = fsdp_memory(sizes, training, 1, len(packed.tokens_T))["activations"]
     if recomputed:
         model.train()
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        _checkpoint_activations(model)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 

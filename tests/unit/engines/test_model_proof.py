@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
 from workers.engines import model_proof
 from workers.engines.hf.frozen import FrozenModel
@@ -126,6 +127,10 @@ def test_a_failure_of_the_machine_is_no_verdict(place: str, error: Exception, mo
         packed(GPT2)
 
 
+OLD = Version(__version__) < Version("5.16")
+
+
+@pytest.mark.skipif(OLD, reason="this transformers renames none of these weights")
 def test_weights_of_another_name_in_memory_are_not_sent_to_servers() -> None:
     found = prove_model(NEOX, ["names", "export"])
     assert found["names"] is None
@@ -157,6 +162,8 @@ def test_files_as_they_are_on_the_hub_are_loaded(config: dict[str, Any], tmp_pat
 
 @pytest.mark.parametrize("kind", ["phi", "codegen"])
 def test_a_critic_begins_with_a_policy_whose_head_has_a_bias(kind: str) -> None:
+    if OLD and kind == "codegen":
+        pytest.skip("this transformers' codegen is refused: it has no packed attention")
     sizes = GPT2 | {"rotary_dim": 4, "bos_token_id": 1} if kind == "codegen" else SIZES
     found = prove_model(sizes | {"model_type": kind}, ["critic"])
     assert any(name.startswith("lm_head.bias") for name in saved_names(sizes | {"model_type": kind}))

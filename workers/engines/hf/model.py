@@ -54,6 +54,7 @@ def _empty_model(
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, **changes)
         # Dropout is off in training mode too: a policy update's probability ratio compares two forward passes.
         _without_dropout(config)
+        config.dtype = dtype  # or models with a head of their own build their backbone in config.json's (5.5.4)
         with _parameters_on_meta():
             model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:

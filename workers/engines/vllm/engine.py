@@ -1,5 +1,8 @@
 """vLLM as the generation engine: `AsyncLLM` with continuous batching, its engine core in a separate process."""
 
+import asyncio
+import inspect
+import logging
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -20,7 +23,13 @@ from weightsync.version import Version
 from workers.data.model_files import max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
-from workers.engines.vllm.vllm_process import VllmProcess, engine_arguments, max_length, plan_log_probs
+from workers.engines.vllm.vllm_process import (
+    VllmProcess,
+    engine_arguments,
+    has_request_seeds,
+    max_length,
+    plan_log_probs,
+)
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -28,11 +37,15 @@ from workers.settings.vllm import VllmConfig
 #     rollout process                                        vLLM's engine process (ends with the rollout)
 #     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
-#     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation, older vLLMs)
+#     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation)
 #
-# Running responses continue with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM
-# reports which version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps only the cache of
-# running responses. vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
+# Running responses continue with new weights. Where vLLM reports which version drew which tokens, its scheduler pauses
+# between two tokens, and nothing is lost. Where it does not, a swap ends what runs, and each response goes on as a new
+# request whose prompt has the tokens drawn so far: so every request's tokens are of one version. Prompts are cached per
+# version; `on_swap: keep` keeps only the cache of running responses. What a release can do is asked by name. vLLM is
+# imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
+
+logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 1.0  # how long vLLM's process may take to end on its own
 _STREAM_TOKENS = 8  # tokens of a response between two signs of progress
@@ -63,6 +76,7 @@ class VllmEngine(TaskEngine):
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         super().__init__(model_dir, model, sampling, max_len)
         self._config = config
+        self._seeds_requests = has_request_seeds(config, device)
         self._plan = plan_log_probs(sampling)
         dtype = config.dtype or model.dtype
         tensors = {name: TensorSpec(need.shape, dtype) for name, need in self._needs.items()}
@@ -74,6 +88,8 @@ class VllmEngine(TaskEngine):
         self._versions: dict[int, int] = {}
         self._load_number = self._begun_load = 0
         self.version = 0
+        self._no_swap = asyncio.Event()  # cleared while weights are swapped
+        self._no_swap.set()
         arguments = engine_arguments(
             model_dir, model, config, self._plan, max_len=max_len, num_slots=sampling.batch_size, device=device
         )
@@ -84,6 +100,8 @@ class VllmEngine(TaskEngine):
             self._prepare_transfer(), what="vLLM to take settings", timeout_s=config.swap_timeout_s
         )
         process.connected()
+        if sampling.on_swap == "keep" and not self._tells_versions:
+            logger.warning("rollout.on_swap: this vLLM cannot keep keys and values over a swap; they are recomputed")
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "VllmEngine":
@@ -107,12 +125,12 @@ class VllmEngine(TaskEngine):
 
     @property
     def interruptible(self) -> bool:
-        """Whether responses continue with new weights, as `rollout.on_swap` says; never with an older vLLM."""
-        return self._tells_versions and self._sampling.on_swap != "finish"
+        """Whether responses continue with new weights, as `rollout.on_swap` says."""
+        return self._sampling.on_swap != "finish"
 
     @cached_property
     def _tells_versions(self) -> bool:
-        """Whether vLLM reports weight versions; an older one also begins and ends updates by itself."""
+        """Whether vLLM reports which weights drew which tokens."""
         from vllm.outputs import CompletionOutput
 
         return "weight_versions" in {field.name for field in fields(CompletionOutput)}
@@ -127,11 +145,6 @@ class VllmEngine(TaskEngine):
     def num_ranks(self) -> int:
         return self._config.tensor_parallel_size
 
-    @property
-    def can_follow(self) -> bool:
-        """False for an older vLLM, which may not say where the model is."""
-        return self._tells_versions
-
     def follow_weights(self, following: Following) -> None:
         self._call_ranks("follow_weights", msgspec.to_builtins(following))
 
@@ -142,7 +155,6 @@ class VllmEngine(TaskEngine):
     def load_held(self) -> None:
         self._load_letter({})
         self._loaded = True
-        self._call_ranks("let_weights_go")
 
     def close(self) -> None:
         if self._llm is not None:
@@ -192,91 +204,131 @@ class VllmEngine(TaskEngine):
         tensors = msgspec.to_builtins(self._layout.plan.tensors)
         request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors})
         await self._llm.init_weight_transfer_engine(request)
+        # The first request would ask for it before it is sent, and a swap could overtake it.
+        await self._llm.get_supported_tasks()
 
     def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
-        return self._generate(request, self._load_number)
+        return self._generate(request)
 
-    async def _generate(self, request: GenerateRequest, load_number: int) -> Generation:
+    async def _generate(self, request: GenerateRequest) -> Generation:
         """Return one response, with numbers of loads for versions. If the task is cancelled, or a stop string
         completes, vLLM drops the rest."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        # The salt prevents cache hits on prompts that other weights computed.
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
-        parameters = self._parameters(request)
-        name = f"{load_number}-{request.index}-{request.ticket}"
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        loads: list[int] = []
         try:
-            async with aclosing(self._llm.generate(prompt, parameters, name)) as outputs:
-                num_seen = 0
-                async for output in outputs:
-                    completion = output.outputs[0]
-                    self._tasks.note_progress()
-                    if self._is_over(request, completion, load_number, since=num_seen):
-                        break
-                    num_seen = len(completion.token_ids)
-                tokens = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
-                spans = _spans(getattr(completion, "weight_versions", None), len(tokens), load_number)
-                return Generation.of(
-                    request,
-                    tokens=tokens,
-                    log_probs=list(completion.logprobs.logprobs),
-                    versions=[load for load, size in spans for _ in range(size)],
-                    truncated=completion.finish_reason == "length",
-                )
+            while True:
+                await self._no_swap.wait()
+                load_number = self._begun_load
+                completion = await self._draw(request, tokens, load_number)
+                drawn = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
+                tokens += drawn
+                log_probs += completion.logprobs.logprobs if drawn else ()
+                spans = _spans(getattr(completion, "weight_versions", None), len(drawn), load_number)
+                loads += [load for load, size in spans for _ in range(size)]
+                if completion.finish_reason != "abort" or self._begun_load == load_number:
+                    break
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
+        return Generation.of(
+            request, tokens=tokens, log_probs=log_probs, versions=loads, truncated=completion.finish_reason == "length"
+        )
 
-    def _is_over(self, request: GenerateRequest, completion: Any, load_number: int, *, since: int) -> bool:
+    async def _draw(self, request: GenerateRequest, before: list[int], load_number: int) -> Any:
+        """Return vLLM's last `CompletionOutput` for a response of which the tokens `before` are drawn already."""
+        # The salt prevents cache hits on prompts that other weights computed.
+        token_ids = request.prompt_P.tolist() + before
+        prompt = {"type": "token", "prompt_token_ids": token_ids, "cache_salt": str(load_number)}
+        parameters = self._parameters(request, before)
+        name = f"{load_number}-{request.index}-{request.ticket}"
+        async with aclosing(self._llm.generate(prompt, parameters, name)) as outputs:
+            num_seen = 0
+            async for output in outputs:
+                completion = output.outputs[0]
+                self._tasks.note_progress()
+                if self._is_over(request, before, completion, load_number, since=num_seen):
+                    break
+                num_seen = len(completion.token_ids)
+        return completion
+
+    def _is_over(
+        self, request: GenerateRequest, before: list[int], completion: Any, load_number: int, *, since: int
+    ) -> bool:
         """Whether a stop string ended a response that vLLM would continue, and its tokens' weights are known."""
         stop = request.stop
-        if stop is None or completion.finish_reason is not None or not stop.are_in(completion.token_ids, since=since):
+        if stop is None or completion.finish_reason is not None:
+            return False
+        tokens = before + list(completion.token_ids)
+        if not stop.are_in(tokens, since=len(before) + since):
             return False
         found = getattr(completion, "weight_versions", None)
         if found is None:
             # vLLM need not report versions before the end; if weights were swapped meanwhile, wait for the end.
-            return self._begun_load == load_number
+            return not self._tells_versions or self._begun_load == load_number
         return sum(size for _, size in _spans(found, 0, load_number)) == len(completion.token_ids)
 
-    def _parameters(self, request: GenerateRequest) -> Any:
+    def _parameters(self, request: GenerateRequest, before: list[int]) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._sampling
+        seed = request.signed_seed if self._seeds_requests else None
+        if seed is not None and before:
+            seed = hash((seed, len(before))) % 2**63  # or the first draws would come again
+        interval = {"stream_interval": _STREAM_TOKENS}
+        if not self._has_stream_interval:
+            interval = {}  # vLLM 0.23 reports every token
         return SamplingParams(
-            seed=request.signed_seed,
+            seed=seed,
             temperature=self._plan.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=request.limit(sampling.max_response_tokens),
+            max_tokens=request.limit(sampling.max_response_tokens) - len(before),
             ignore_eos=True,  # the tokenizer's end token; `stop_token_ids` decides
             stop_token_ids=self._end_tokens(request),
             logprobs=0,  # of the drawn token only
             flat_logprobs=True,
             detokenize=False,  # stop strings are found by `_is_over`
             output_kind=RequestOutputKind.CUMULATIVE,
-            stream_interval=_STREAM_TOKENS,
             skip_clone=True,
+            **interval,
         )
+
+    @cached_property
+    def _has_stream_interval(self) -> bool:
+        from vllm import SamplingParams
+
+        return "stream_interval" in inspect.signature(SamplingParams).parameters
 
     async def _swap_weights(self, update: dict[str, object], number: int) -> None:
         # From here on tokens may come from the new weights, which `_is_over` must know.
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        self._no_swap.clear()
+        # "abort" ends what runs, with the tokens drawn so far. Responses go on after the swap: meanwhile vLLM would
+        # take their requests for work left, and never be paused. No request is on its way to vLLM here: they are sent
+        # in the first step of their tasks, which began before this one.
+        mode = "keep" if self._tells_versions else "abort"
+        version = {"weight_version": str(number)}
+        if not self._tells_versions:
+            version = {}
         try:
-            await self._llm.pause_generation(mode="keep", clear_cache=self._sampling.on_swap != "keep")
-            if self._tells_versions:
-                await self._llm.start_weight_update()
+            await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
+            await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-            if self._tells_versions:
-                await self._llm.finish_weight_update(weight_version=str(number))
+            await self._llm.finish_weight_update(**version)
+            await self._llm.collective_rpc("weights_loaded")
             await self._llm.resume_generation()
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
+        self._no_swap.set()
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
     """Return (number of the load, tokens) for each of vLLM's `WeightVersionSpan`s."""
-    if found is None:  # an older vLLM, whose weights are never swapped while responses run
+    if found is None:  # a vLLM that does not say: its requests end with a swap
         return [(load_number, num_tokens)]
     return [(int(span.version), span.end - span.start) for span in found]

