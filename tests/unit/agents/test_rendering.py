@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.user_code import check_rollout_code
+from launcher.checks.user_code import check_names, check_rollout_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
@@ -174,7 +174,7 @@ def test_preflight_refuses_a_template_that_ignores_the_tools_of_the_run(model_di
 def test_preflight_refuses_a_program_that_does_not_exist() -> None:
     settings = ["rollout.function=null", "rollout.tools=[]", "rollout.agent_command=[./no_such_program]"]
     with pytest.raises(ConfigError, match=r"rollout\.agent_command: there is no program '\./no_such_program'"):
-        check_rollout_code(load_config(find_recipe("quickstart-tools"), overrides=settings))
+        check_names(load_config(find_recipe("quickstart-tools"), overrides=settings))
 
 
 @pytest.mark.skipif(not NO_PACKAGE, reason="the package renderers is installed")
