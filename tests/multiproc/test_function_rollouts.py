@@ -422,13 +422,11 @@ def test_a_service_that_stands_still_is_replaced_also_where_it_takes_nothing_mor
     service.wait(30)
 
 
-def test_a_renderer_that_does_not_return_ends_the_run_before_anything_has_worked(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renderer_that_does_not_return_ends_the_run(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.rollout.session_service.STALL_S", 2.0)
     rollouts, _ = start(renderer="my_rollouts:Stuck")
     rollouts.begin([request(0)])
-    with pytest.raises(UserCodeFailed, match=r"sent nothing for 2 s, 2 times in a row, .* \(model.renderer\)"):
+    with pytest.raises(UserCodeFailed, match=r"sent nothing for 2 s, 3 times without a rollout .*\(model.renderer\)"):
         finished(rollouts, len)
 
 

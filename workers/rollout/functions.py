@@ -131,6 +131,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.5  # how often a step without anything to draw returns (s)
 # Deaths of the service during one rollout, or without a finished rollout in between, that end the run
 _MOST_RESTARTS = 10
+_MOST_SILENCES = 3  # of them, if the last one was a silence: each takes half a minute
 _IN_A_ROW = -1
 
 
@@ -185,7 +186,6 @@ class FunctionRollouts:
         # Processor time of this process (s): inside the engine; outside of it, as far as assigned to rollouts
         self._in_engine_s, self._counted_s = 0.0, time.process_time()
         self._deaths: Counter[int] = Counter()  # of the service, by ticket of each rollout that was running
-        self._worked = False  # whether a rollout has ended
         self._service = open_service(setup, wake)
 
     @property
@@ -268,7 +268,6 @@ class FunctionRollouts:
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
-                        self._worked = True
                         del self._deaths[message.ticket], self._deaths[_IN_A_ROW]
                         self._live.end(request, message)
                         finished.append(self._make_finished(request, message))
@@ -369,10 +368,10 @@ class FunctionRollouts:
         """Restart a dead service, and the running rollouts."""
         self._deaths.update([_IN_A_ROW, *self._running])
         ticket, number = max(self._deaths.items(), key=lambda each: each[1])
-        if self._service.hung and not self._worked and number > 1:
+        if self._service.hung and self._deaths[_IN_A_ROW] >= _MOST_SILENCES:
             raise UserCodeFailed(
-                f"{self._what}: the session service {self._service.hung}, {number} times in a row, before any rollout "
-                f"ended; of your code the renderer runs in it (model.renderer): it must return; see this log"
+                f"{self._what}: the session service {self._service.hung}, {_MOST_SILENCES} times without a rollout in "
+                f"between; of your code the renderer runs in it (model.renderer): it must return; see this log"
             )
         if number > _MOST_RESTARTS:
             what = "in a row" if ticket == _IN_A_ROW else f"during the rollout of row {self._running[ticket].index}"
