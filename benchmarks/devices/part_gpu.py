@@ -2,19 +2,20 @@
 
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 
 from asyncflow import vendors
+from benchmarks.devices.whole_logits import VOCABULARY
+from benchmarks.end_to_end.training_case import loss, median_seconds
 from launcher.doctor.device_check import default_group
 from workers.engines.fsdp.sharding import FsdpEngine
 from workers.rows.packed_rows import Sequences
@@ -25,7 +26,8 @@ SHAPES = {
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
 """Of Qwen2.5's models."""
-VOCABULARY, GROUPS, SAMPLES, PROMPT, RESPONSE, SHORTER = 151_936, 2, 8, 512, 768, 37
+GROUPS, SAMPLES, PROMPT, RESPONSE, SHORTER = 2, 8, 512, 768, 37
+PASSES = 3
 PEAK = 989e12
 """Dense bfloat16 FLOP/s of an H100 or H200 SXM, by their data sheet."""
 
@@ -40,12 +42,16 @@ def run(*, rounds: int, **_: int) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as place, default_group(torch.device("cuda:0")):
             write_model(Path(place), shape)
             plain, compiled = (_engine(Path(place), compile=compile) for compile in (False, True))
-            ways = {"rounded": (plain, False), "unrounded": (plain, True), "compiled": (compiled, True)}
-            seconds = _in_turn(ways, rounds)
+            ways = {
+                "rounded": partial(_passes, plain, unrounded=False),
+                "unrounded": partial(_passes, plain, unrounded=True),
+                "compiled": partial(_passes, compiled, unrounded=True),
+            }
+            seconds = median_seconds(ways, rounds)
             figures |= {
                 f"gpu_{size}_unrounded_x": seconds["rounded"] / seconds["unrounded"],
                 f"gpu_{size}_compiled_x": seconds["unrounded"] / seconds["compiled"],
-                f"gpu_{size}_mfu": flops(shape) / seconds["compiled"] / PEAK,
+                f"gpu_{size}_mfu": PASSES * flops(shape) / seconds["compiled"] / PEAK,
                 f"gpu_{size}_waits": float(_waits(plain)),
             }
             del plain, compiled, ways
@@ -95,7 +101,7 @@ def _batch() -> Sequences:
 
 
 def _pass(engine: FsdpEngine) -> None:
-    engine.forward_backward(_batch(), lambda log_probs, _: -log_probs.sum())
+    engine.forward_backward(_batch(), loss)
 
 
 @contextmanager
@@ -105,21 +111,13 @@ def _rounding(unrounded: bool) -> Iterator[None]:
         yield
 
 
-def _in_turn(ways: dict[str, tuple[FsdpEngine, bool]], rounds: int) -> dict[str, float]:
-    """Run each way in turn, after one turn that does not count; returns medians of three passes (s)."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, (engine, unrounded) in ways.items():
-            with _rounding(unrounded):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(3):
-                    _pass(engine)
-                torch.cuda.synchronize()
-            if number:
-                times[name].append((time.perf_counter() - began) / 3)
-            engine.zero_grad()
-    return {name: median(values) for name, values in times.items()}
+def _passes(engine: FsdpEngine, *, unrounded: bool) -> None:
+    """Compute the gradients of some micro-batches, and wait for them."""
+    with _rounding(unrounded):
+        for _ in range(PASSES):
+            _pass(engine)
+        torch.cuda.synchronize()
+    engine.zero_grad()
 
 
 def _waits(engine: FsdpEngine) -> int:

@@ -11,8 +11,8 @@ A client that is killed between an intent and what follows leaves it open: only 
 If it does, nobody gets the row again; if not, somebody else confirms it. So at the end every row must have either one
 confirmed ack or, without any, an open intent.
 
-A refusal leaves the intent open, too, if whoever took the first try died before it answered (`Kill`): the next one does
-not know the lease. Outputs of such a try that were seen prove that it counted.
+A refusal also leaves the intent open if the service that took the first try was killed before it answered (`Kill`): its
+successor does not know the lease. If outputs of that try were seen, it counted.
 """
 
 import os

@@ -357,7 +357,7 @@ def test_a_receiver_that_cannot_take_a_version_in_costs_nobody_a_deadline(
     )
     began = time.monotonic()
     while fails not in caplog.text and time.monotonic() - began < DEADLINE_S:
-        sender.broadcast_version(VERSION, cast)  # to nobody, before the receiver has joined
+        sender.broadcast_version(VERSION, cast)  # no receiver has joined yet
     took_s = time.monotonic() - began
     receiver.close()
     assert took_s < DEADLINE_S / 2, caplog.text

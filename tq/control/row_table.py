@@ -287,7 +287,7 @@ class RowSet:
 
     @staticmethod
     def of_spans(spans: Iterable[Span]) -> "RowSet":
-        """Undo `spans`."""
+        """Return the set whose `list_spans` these are."""
         rows = RowSet()
         for first, end in spans:
             for chunk in range(first // _CHUNK_BITS, -(-end // _CHUNK_BITS)):
@@ -371,7 +371,7 @@ class RankSlice:
 class Round:
     """One round."""
 
-    # By rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
+    # By rank; None: an earlier incarnation of the controller had assigned it to no rank, so it is assigned again.
     rank_slices: list[RankSlice | None]
     round_rows: int  # most rows of any slice
     last: bool  # no rows of the step follow
@@ -544,7 +544,7 @@ class TaskPartition:
             taken = names
         except PeerRefused:
             raise
-        except Exception as error:  # a user's class; whoever's event made it choose is not to blame
+        except Exception as error:  # a user's class; the event that made it choose is not at fault
             raise PeerRefused(f"tq.policy: {type(policy).__name__} raised {one_line(error)}") from error
         finally:
             # Also when the policy raises: nothing that it was shown may get lost.

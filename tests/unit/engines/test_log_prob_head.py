@@ -20,9 +20,9 @@ from workers.engines.packed_forward import (
     HeadRequest,
     PackedInputs,
     head_log_probs,
-    keep_logits,
     note_entropy_gradient,
     response_log_probs,
+    use_float32_logits,
 )
 from workers.rows.packed_rows import Sequences
 
@@ -187,7 +187,7 @@ def test_engine_draws_from_logits_that_are_not_rounded() -> None:
     config = LlamaConfig(vocab_size=V, hidden_size=D, num_attention_heads=2, num_hidden_layers=1, intermediate_size=D)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     hidden = torch.randn(1, 3, D).bfloat16()
-    keep_logits(model)
+    use_float32_logits(model)
     logits = model.get_output_embeddings()(hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, hidden.float() @ model.lm_head.weight.float().T)

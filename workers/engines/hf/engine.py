@@ -30,7 +30,7 @@ from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.hf.lanes import KeyShape, Lane, alike
 from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm, materialize, replace_weights
 from workers.engines.packed_attention import alike_attention
-from workers.engines.packed_forward import keep_logits
+from workers.engines.packed_forward import use_float32_logits
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
@@ -357,7 +357,7 @@ class HfEngine(CheckedEngine):
         self._device = device
         model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=STEP_ATTENTION)
         materialize(model, device)
-        keep_logits(model)
+        use_float32_logits(model)
         self._model = cast(Any, model.requires_grad_(False))
         self._parameters = dict(self._model.named_parameters())
         super().__init__(model, sampling, max_positions(model_dir))

@@ -153,7 +153,7 @@ class VllmEngine(TaskEngine):
         return all(self._call_ranks("hold_weights", list(version)))
 
     def load_held(self) -> None:
-        self._load_letter({})
+        self._load_update({})
         self._loaded = True
 
     def close(self) -> None:
@@ -176,9 +176,9 @@ class VllmEngine(TaskEngine):
         copy = Region(self._slot.memory, self._layout)
         for number, name in enumerate(self._layout.plan.names):
             copy.view_tensor(number).copy_(weights[name])
-        self._load_letter({"offer": msgspec.to_builtins(self._slot.offer)})
+        self._load_update({"offer": msgspec.to_builtins(self._slot.offer)})
 
-    def _load_letter(self, update: dict[str, object]) -> None:
+    def _load_update(self, update: dict[str, object]) -> None:
         number = self._load_number + 1
         swap = self._swap_weights(update, number)
         self._tasks.run_coroutine(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
@@ -277,9 +277,7 @@ class VllmEngine(TaskEngine):
         seed = request.signed_seed if self._seeds_requests else None
         if seed is not None and before:
             seed = hash((seed, len(before))) % 2**63  # or the first draws would come again
-        interval = {"stream_interval": _STREAM_TOKENS}
-        if not self._has_stream_interval:
-            interval = {}  # vLLM 0.23 reports every token
+        interval = {"stream_interval": _STREAM_TOKENS} if self._has_stream_interval else {}  # 0.23 reports every token
         return SamplingParams(
             seed=seed,
             temperature=self._plan.temperature,
@@ -312,9 +310,7 @@ class VllmEngine(TaskEngine):
         # take their requests for work left, and never be paused. No request is on its way to vLLM here: they are sent
         # in the first step of their tasks, which began before this one.
         mode = "keep" if self._tells_versions else "abort"
-        version = {"weight_version": str(number)}
-        if not self._tells_versions:
-            version = {}
+        version = {"weight_version": str(number)} if self._tells_versions else {}
         try:
             await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
             await self._llm.start_weight_update()
