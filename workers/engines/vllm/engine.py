@@ -277,7 +277,9 @@ class VllmEngine(TaskEngine):
         seed = request.signed_seed if self._seeds_requests else None
         if seed is not None and before:
             seed = hash((seed, len(before))) % 2**63  # or the first draws would come again
-        interval = {"stream_interval": _STREAM_TOKENS} if self._has_stream_interval else {}  # 0.23 reports every token
+        interval = {"stream_interval": _STREAM_TOKENS}
+        if not self._has_stream_interval:
+            interval = {}  # vLLM 0.23 reports every token
         return SamplingParams(
             seed=seed,
             temperature=self._plan.temperature,
@@ -310,7 +312,9 @@ class VllmEngine(TaskEngine):
         # take their requests for work left, and never be paused. No request is on its way to vLLM here: they are sent
         # in the first step of their tasks, which began before this one.
         mode = "keep" if self._tells_versions else "abort"
-        version = {"weight_version": str(number)} if self._tells_versions else {}
+        version = {"weight_version": str(number)}
+        if not self._tells_versions:
+            version = {}
         try:
             await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
             await self._llm.start_weight_update()
