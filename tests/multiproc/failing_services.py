@@ -31,7 +31,7 @@ def weight_agent(port: int, pipe: Pipe, name: str, part: str = "") -> None:
         gang=gangs[name],
         job=SimpleNamespace(of_role=lambda _: gangs.values()),
         config=SimpleNamespace(weightsync=WeightSyncConfig()),
-        credentials=lambda: credentials(port),
+        job_credentials=lambda: credentials(port),
         report_state=pipe.send,
         exiting=threading.Event(),
     )
