@@ -202,8 +202,8 @@ class LeadQuestions:
 #
 # Unanswered calls wait here, each with its deadline:
 #
-#     keep --> take (answered)
-#         '-> park --> take (answered; the deadline is cancelled) | the deadline passes --> `expired`
+#     add_call --> take_call (answered)
+#         '-> set_deadline --> take_call (answered; the deadline is cancelled) | the deadline passes --> `expired`
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
 News = list[NewsItem]  # messages to send once the lock is released

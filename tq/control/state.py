@@ -623,7 +623,7 @@ class Recovery:
 
     def _is_undone(self, task: TaskState, number: int) -> bool:
         row = self._table.rows.get(number)
-        return row is not None and bool(row.left & task.bit)
+        return row is not None and bool(row.open_tasks & task.bit)
 
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
         """A trainer holds rows that no unit has: they were lost, and must not be trained again."""

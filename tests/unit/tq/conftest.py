@@ -113,24 +113,24 @@ class ControlWorld:
         num_bytes: int = 0,
         commits: dict[str, list[int]] | None = None,
         group_size: int = 0,
-        held: bool = False,
+        announced: bool = False,
     ) -> int:
         """A unit announces rows in groups of `size`; returns the request's number. Held ones wait for `confirm`."""
         rows = list(rows)
         groups = [row // size for row in rows]
         lengths = [tokens] * len(rows)
         event = RowsCreated(
-            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}, held
+            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}, announced
         )
         request = self.request(event)
-        if isinstance(self.answers.get(request), RowsAccepted) and not held:
+        if isinstance(self.answers.get(request), RowsAccepted) and not announced:
             self.unit_of.update(dict.fromkeys(rows, unit))
         return request
 
     def confirm(
         self, rows: Iterable[int], unit: str = "storage-0", *, commits: dict[str, list[int]] | None = None
     ) -> RowsAccepted:
-        """Every controller agreed to the rows of a held put."""
+        """Every controller agreed to the rows of an announced put."""
         rows = list(rows)
         reply = self.answers[self.request(RowsConfirmed(unit, rows, commits or {}))]
         assert isinstance(reply, RowsAccepted)
@@ -159,7 +159,7 @@ class ControlWorld:
         done: Sequence[str] = (),
         finished: Sequence[int] = (),
         deliveries: dict[str, list[int]] | None = None,
-        pending: bool = False,
+        announced: bool = False,
     ) -> UnitAccepted:
         """A unit registers with rows that are all alike."""
         rows = list(rows)
@@ -175,13 +175,13 @@ class ControlWorld:
             list(columns),
             list(done),
             deliveries or {},
-            pending,
+            announced,
         )
         records = [record] if rows else []
         request = self.request(
             RegisterUnit(unit, incarnation, records, {partition: list(finished)} if finished else {})
         )
-        if not pending:
+        if not announced:
             self.unit_of.update(dict.fromkeys(rows, unit))
         reply = self.answers[request]
         assert isinstance(reply, UnitAccepted)

@@ -141,7 +141,7 @@ class ModelledQueue:
         held = Held(event.task, lease.token, lease.partition, list(lease.rows))
         if isinstance(event, FetchRound):
             held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
-            held.round_rows, held.last, held.total_rows = lease.round_rows, lease.last, lease.total_rows
+            held.largest_slice, held.last, held.total_rows = lease.largest_slice, lease.last, lease.total_rows
             held.step, held.slice_rows = event.partition, len(lease.rows)
         else:
             assert not again and lease.rows
@@ -154,7 +154,7 @@ class ModelledQueue:
     def check_round(self, event: FetchRound, lease: LeaseGrant) -> None:
         key = (event.partition, event.round_index)
         assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
-        assert len(lease.rows) <= lease.round_rows
+        assert len(lease.rows) <= lease.largest_slice
         del self.waiting[event.rank]
         self.unread.pop(event.rank, None)
         self.place[event.rank] = (event.partition, event.round_index + 1)
@@ -227,7 +227,7 @@ class ModelledQueue:
         """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
         known = self.state.table.rows.get(row)
         for holds in self.holds.values():
-            open_there = known is None or "train" in self.state.table.task_names(known.left)
+            open_there = known is None or "train" in self.state.table.task_names(known.open_tasks)
             if token in holds and open_there:
                 holds[token].rows.append(row)
                 self.trained.discard(row)

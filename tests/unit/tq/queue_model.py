@@ -144,7 +144,7 @@ TaskRows = dict[tuple[str, int], tuple[TaskRowState, int | None]]
 
 def task_state_of(task: TaskState, number: int, row: Row) -> TaskRowState:
     """Return where a row of the table is, for one task."""
-    if not row.left & task.bit:
+    if not row.open_tasks & task.bit:
         return TaskRowState.DONE
     if number in task.leases.holders:
         return TaskRowState.LEASED
@@ -189,7 +189,7 @@ def check_counters(state: ControlState) -> None:
         assert info.num_live + info.num_finished <= ROWS
         assert sorted(table.numbers(number)) == sorted(n for n, row in all_rows.items() if row.partition == number)
     for task in table.tasks.values():
-        rows = {number: row for number, row in all_rows.items() if row.left & task.bit}
+        rows = {number: row for number, row in all_rows.items() if row.open_tasks & task.bit}
         assert task.num_left == len(rows)
         assert task.leases.holders.keys() <= rows.keys()
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
@@ -199,7 +199,7 @@ def check_counters(state: ControlState) -> None:
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():
             assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
-            live_done = sum(1 for row in all_rows.values() if row.partition == number and not row.left & task.bit)
+            live_done = sum(1 for row in all_rows.values() if row.partition == number and not row.open_tasks & task.bit)
             finished = table.partitions[number].num_finished
             assert part.num_done == live_done + finished, (
                 task.spec.name,

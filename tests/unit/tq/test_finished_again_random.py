@@ -80,9 +80,9 @@ def put_again(world: Any, story: Story, rows: list[int], random: Random) -> None
         for piece in pieces:
             if repeated and not {*piece}.isdisjoint(world.state.table.rows):
                 continue  # refused where it is
-            unit, held = random.choice([UNIT, "storage-1"]), random.random() < 0.4
-            world.put(piece, unit, size=story.size, group_size=story.size, held=held)
-            if held:
+            unit, announced = random.choice([UNIT, "storage-1"]), random.random() < 0.4
+            world.put(piece, unit, size=story.size, group_size=story.size, announced=announced)
+            if announced:
                 world.confirm(piece, unit)
             world.unit_of.update(dict.fromkeys(piece, unit))
 
