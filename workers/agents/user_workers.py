@@ -111,7 +111,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         self._await_end(attempt_id, within_s)
 
     def kill(self, how: str) -> None:
-        """Kill the process and everything that it started; `died` follows."""
+        """Kill the process and everything that it started; `WorkerDeath` follows."""
         if self.alive:
             self._how = how
         self.alive = False
