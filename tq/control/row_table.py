@@ -26,15 +26,15 @@ from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, RowsExist, on
 from tq.control.events import (
     Answer,
     Cleared,
-    Commit,
-    Fence,
-    FenceAll,
     Fenced,
+    ForwardAck,
     GroupRemoved,
     Instruction,
-    Lost,
-    RemoveGroup,
-    Shrunk,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
+    PutAgain,
+    RowsOfPartitionRemoved,
 )
 from tq.messages import (
     AckLost,
@@ -1659,9 +1659,9 @@ class RowTable:
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
         """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
 
-        Units that hold rows put again since then hear of it by a `Commit`. The controller that serves the task judges
-        the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was told
-        that the ack counts, so it counts even if the rows turn out to be at a unit.
+        Units that hold rows put again since then hear of it by a `ForwardAck`. The controller that serves the task
+        judges the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was
+        told that the ack counts, so it counts even if the rows turn out to be at a unit.
 
         Raises:
             LeaseFenced: another consumer has the rows; nothing changed.
@@ -1679,7 +1679,7 @@ class RowTable:
                 self.losses.ack_elsewhere(number)
         self.mark_done(event.task, open_rows)
         if where and task is not None:
-            self.out.append(Commit(event.task, event.token, where))
+            self.out.append(ForwardAck(event.task, event.token, where))
 
     def _under_lease(self, event: AckLost) -> list[int]:
         """Return the rows that are not done yet. Only the controller that serves the task can check the lease."""
@@ -1771,7 +1771,7 @@ class RowTable:
         """Make units refuse puts under every lease so far except the live ones; returns fence token -> unit."""
         alive = tuple(sorted(task.leases.by_token))
         fences = {self.new_token(): unit for unit in sorted(units)}
-        self.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
+        self.out += [OrderFenceTask(task.spec.name, token, unit, alive) for token, unit in fences.items()]
         return fences
 
     def _fence_rows(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
@@ -1779,12 +1779,12 @@ class RowTable:
         for unit, rows in self._by_unit(numbers).items():
             token = self.new_token()
             task.leases.fence_rows(token, Fencing(rows, counts))
-            self.out.append(Fence(task.spec.name, token, unit, rows))
+            self.out.append(OrderFenceRows(task.spec.name, token, unit, rows))
 
     # Rows leave: with their groups (dead letter, filtered), cleared, or taken back
     #
-    # The rows of a group that leaves are withheld, and the units are told (RemoveGroup). Each reports its rows removed.
-    # `GroupRemoved` follows once, with the first of them.
+    # The rows of a group that leaves are withheld, and the units are told (OrderRemoveRows). Each reports its rows
+    # removed. `GroupRemoved` follows once, with the first of them.
 
     def give_up_groups(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
         """Remove the groups of some leased rows: their holder failed on them, or (`failures` 0) filters them out."""
@@ -1833,7 +1833,7 @@ class RowTable:
         where = self._by_unit(members)
         self._remove_with_group(number for number in members if self.rows[number].lost)
         if where:
-            self.out.append(RemoveGroup(where, cause))
+            self.out.append(OrderRemoveRows(where, cause))
 
     def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
         """Stop handing out the row's group; returns the rows of the group."""
@@ -1854,7 +1854,7 @@ class RowTable:
             if row is not None and row.state is _WITHHELD:
                 members.setdefault(self._leaving[row.partition, row.group], []).append(number)
         for cause, withheld in members.items():
-            self.out.append(RemoveGroup(self._by_unit(withheld), cause))
+            self.out.append(OrderRemoveRows(self._by_unit(withheld), cause))
 
     def _remove_with_group(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
         """Rows left the queue with their groups, for `cause` as the originator of the removal named it."""
@@ -1889,7 +1889,7 @@ class RowTable:
         """Shrink a partition by rows that are not in the table, unless admission replaces their groups."""
         if not self._refill:
             self.partition(partition).removed.update(numbers)
-            self.out.append(Shrunk(partition))
+            self.out.append(RowsOfPartitionRemoved(partition))
 
     def _remove(self, number: int, *, may_return: bool = False) -> None:
         """Drop a row before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
@@ -2053,7 +2053,7 @@ class RowTable:
                     if done:
                         self.losses.ack_elsewhere(number)
                     for name in done:
-                        self.out.append(Commit(name, self.new_token(), self._by_unit([number])))
+                        self.out.append(ForwardAck(name, self.new_token(), self._by_unit([number])))
                     for name in done:
                         self.mark_done(name, [number])
 
@@ -2077,7 +2077,7 @@ class RowTable:
         """Mark a row done for all tasks; with `here` False, also tell the unit that has it again by now."""
         for name in self.task_names(row.open_tasks):
             if not here and name in self.tasks:
-                self.out.append(Commit(name, self.new_token(), self._by_unit([number])))
+                self.out.append(ForwardAck(name, self.new_token(), self._by_unit([number])))
             self.mark_done(name, [number])
 
     def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
@@ -2144,7 +2144,7 @@ class RowTable:
             units = {self.rows[number].unit.name for number in new} - {""} | self.units.keys()
             for task in self.tasks.values():
                 self.fence_void_leases(task, units if task.leases.some_void else ())
-            self.out.append(Lost(tuple(new)))
+            self.out.append(PutAgain(tuple(new)))
             self.tell_watchers()
 
     def tell_watchers(self) -> None:

@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import the models of ran
 from asyncflow.errors import AsyncFlowError
 from tq.control.events import (
     Answer,
-    Commit,
     Event,
-    Fence,
-    FenceAll,
     Fenced,
+    ForwardAck,
     GroupRemoved,
     Instruction,
-    Lost,
-    RemoveGroup,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
+    PutAgain,
     UnitGone,
     UnitLost,
 )
@@ -56,11 +56,11 @@ class ControlWorld:
     def __init__(self, *tasks: TaskSpec, **settings: Any) -> None:
         self.state = ControlState(tasks, **settings)
         self.answers: dict[int, Any] = {}
-        self.fences: list[Fence | FenceAll] = []
-        self.removals: list[RemoveGroup] = []
+        self.fences: list[OrderFenceRows | OrderFenceTask] = []
+        self.removals: list[OrderRemoveRows] = []
         self.removed_groups: list[GroupRemoved] = []
         self.lost: list[int] = []
-        self.commits: list[Commit] = []
+        self.commits: list[ForwardAck] = []
         self.unit_of: dict[int, str] = {}
         self._requests = 0
         self._lost_durably: dict[int, list[RowRecords]] = {}
@@ -78,15 +78,15 @@ class ControlWorld:
                 case Answer():
                     assert instruction.request not in self.answers, "a request was answered twice"
                     self.answers[instruction.request] = instruction.reply
-                case Fence() | FenceAll():
+                case OrderFenceRows() | OrderFenceTask():
                     self.fences.append(instruction)
-                case RemoveGroup():
+                case OrderRemoveRows():
                     self.removals.append(instruction)
                 case GroupRemoved():
                     self.removed_groups.append(instruction)
-                case Lost():
+                case PutAgain():
                     self.lost.extend(instruction.rows)
-                case Commit():
+                case ForwardAck():
                     self.commits.append(instruction)
         return instructions
 

@@ -7,7 +7,7 @@ from queue_model import SIZE, TASKS, partition_of
 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, RowsExist
 from tq import TaskSpec
-from tq.control.events import Fence, FenceAll
+from tq.control.events import OrderFenceRows, OrderFenceTask
 from tq.messages import (
     OutputsWritten,
     RegisterUnit,
@@ -77,7 +77,7 @@ class Link:
     connected: bool = False
     noticed: bool = True
     outbox: list[tuple[Any, Change]] = field(default_factory=list)
-    owed: list[Fence | FenceAll] = field(default_factory=list)
+    owed: list[OrderFenceRows | OrderFenceTask] = field(default_factory=list)
 
 
 class HeldUnit:
@@ -252,9 +252,9 @@ class HeldUnit:
             removed = RowsRemoved(self.name, partition_of(gone[0]), gone, RemovalReason.REFUSED)
             self.tell(Change("remove", gone), removed)
 
-    def fence(self, fence: Fence | FenceAll) -> None:
+    def fence(self, fence: OrderFenceRows | OrderFenceTask) -> None:
         """Refuse commits under void leases."""
-        if isinstance(fence, FenceAll):
+        if isinstance(fence, OrderFenceTask):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
         for row in fence.rows:

@@ -5,7 +5,7 @@ from typing import Any
 
 from asyncflow.errors import LeaseFenced
 from tq import TaskSpec
-from tq.control.events import Fence, FenceAll
+from tq.control.events import OrderFenceRows, OrderFenceTask
 from tq.control.row_table import TASK_TRANSITIONS, Row, RowState, TaskRowState, TaskState
 from tq.control.state import ControlState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
@@ -57,7 +57,7 @@ class FakeUnit:
         self.announced: list[int] = []
         self.finished: dict[int, list[int]] = {}
         self.outbox: list[Any] = []
-        self.owed: list[Fence | FenceAll] = []
+        self.owed: list[OrderFenceRows | OrderFenceTask] = []
         self.floors: dict[str, tuple[int, frozenset[int]]] = {}
         self.journal = Life(RegisterUnit(self.name, str(self.life), [], {}))
 
@@ -111,8 +111,8 @@ class FakeUnit:
         fence = self.rows[row].fences.get(task, 0) if row in self.rows else 0
         return token < fence or (token < floor and token not in alive)
 
-    def fence(self, fence: Fence | FenceAll) -> None:
-        if isinstance(fence, FenceAll):
+    def fence(self, fence: OrderFenceRows | OrderFenceTask) -> None:
+        if isinstance(fence, OrderFenceTask):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
         for row in fence.rows:

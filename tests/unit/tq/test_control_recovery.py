@@ -9,11 +9,11 @@ from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import (
     DeadlinePassed,
-    FenceAll,
     Fenced,
+    OrderFenceTask,
     OwnerGone,
+    RecalledFinished,
     RecoveryDeadline,
-    RowsFinished,
     UnitGone,
     UnitLost,
 )
@@ -33,7 +33,7 @@ def test_nothing_is_served_before_everybody_is_back_and_old_leases_are_fenced(ma
     assert world.fences == []
     world.join("a", Held("ref", 7, 1, [1]))
     (fence,) = world.fences
-    assert fence == FenceAll("ref", 1000, "storage-0", (7,))
+    assert fence == OrderFenceTask("ref", 1000, "storage-0", (7,))
     assert request not in world.answers and world.state.recovering
     world.confirm_fences()
     assert world.granted(request).rows == [0]
@@ -115,7 +115,7 @@ def test_finished_rows_of_a_unit_that_died_earlier_are_remembered_for_the_next_s
     assert list(before.state.take_finished()[1]) == [0]
     world = make_world(look, first_token=1000, recovering=WHO)
     world.open(2)
-    world.handle(RowsFinished(1, (0,)))
+    world.handle(RecalledFinished(1, (0,)))
     world.register("storage-0", [1], finished=[0])
     world.join("a")
     world.confirm_fences()

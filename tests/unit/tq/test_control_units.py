@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
-from tq.control.events import FenceAll, Fenced, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
+from tq.control.events import Fenced, OrderFenceTask, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
 from tq.control.state import Recovering
 from tq.messages import (
     AckLost,
@@ -349,7 +349,7 @@ def test_void_lease_puts_nothing_into_a_row_that_was_lost_and_put_again(
     again = UnitState()
     again.set_tasks(["rollout", "ref"])
     for fence in world.fences:
-        if isinstance(fence, FenceAll) and fence.unit == unit:
+        if isinstance(fence, OrderFenceTask) and fence.unit == unit:
             again.fence_task(fence.task, fence.token, fence.alive)
     again.create_rows([0], None, partition=1, groups=[0])
     with pytest.raises(LeaseFenced):

@@ -9,7 +9,7 @@ from counting_store import shell_of
 
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Mark, Memory
-from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
+from tq.control.events import RecalledFinished, RecalledLosses, RecoveryDeadline, UnitGone
 from tq.control.row_table import RowSet
 from tq.control.state import ControlState, Recovering
 from tq.messages import (
@@ -42,7 +42,7 @@ def lost_world(make_world: World, *tasks: TaskSpec, **settings: Any) -> Any:
 def restarted(make_world: World, *tasks: TaskSpec, lost: list[RowRecords], **settings: Any) -> Any:
     """Return the next incarnation, which waits for storage-1 and the consumer `a`."""
     world = make_world(*tasks, first_token=1000, recovering=WHO, **settings)
-    world.handle(RowsLost(tuple(lost)))
+    world.handle(RecalledLosses(tuple(lost)))
     world.lost_rows()  # durable already
     return world
 
@@ -112,7 +112,7 @@ def test_losses_of_an_earlier_incarnation_are_reported_once_everybody_was_heard(
 
 def test_losses_of_a_controller_that_nobody_joined_before_are_reported_at_once(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, recovering=Recovering(frozenset(), frozenset()))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
+    world.handle(RecalledLosses(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     assert world.lost == [0, 1]
 
 
@@ -187,8 +187,8 @@ def test_row_that_a_tombstone_shows_is_not_lost(make_world: World) -> None:
 def test_row_that_was_finished_before_the_restart_is_not_lost(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, first_token=1000, recovering=WHO)
     world.open(2)
-    world.handle(RowsFinished(1, (0,)))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
+    world.handle(RecalledFinished(1, (0,)))
+    world.handle(RecalledLosses(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     world.handle(RecoveryDeadline())
     assert world.lost == [1]
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PutPending, RowsExist
 from tq import TaskSpec
-from tq.control.events import RowsFinished, UnitGone, UnitLost
+from tq.control.events import RecalledFinished, UnitGone, UnitLost
 from tq.messages import RemovalReason, RowsAccepted, RowsRemoved
 
 World = Callable[..., Any]
@@ -60,7 +60,7 @@ def test_row_that_a_unit_let_go_of_stays_done_where_it_was(make_world: World) ->
 
 def test_stale_copy_of_a_finished_row_is_let_go_of_for_good(make_world: World) -> None:
     world = make_world(LOOK)
-    world.handle(RowsFinished(1, (0,)))
+    world.handle(RecalledFinished(1, (0,)))
     world.register("storage-0")
     world.put([0], "storage-0", announced=True)
     assert world.register("storage-1", [0]).drop == [0]
