@@ -4,8 +4,9 @@
 
     with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue, queue.client("me") as client:
         client.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
+        client.close_writing()  # so that the stream ends
         for lease in client.stream("score", ["prompt"]):
-            lease.put({"score": [float(len(prompt)) for prompt in lease["prompt"]]})
+            lease.put({"score": [len(prompt) for prompt in lease["prompt"]]})
 
 Names are loaded on first use, so that `tq.config` stays torch-free. Silent unless the program sets up logging.
 """

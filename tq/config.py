@@ -102,7 +102,7 @@ class QueueConfig(Settings):
     `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
     """How ranks that share rows get them. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per
-    micro-batch. `each`: every rank fetches for itself, with its own columns if it likes."""
+    round. `each`: every rank fetches for itself, with its own columns if it likes."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel closed."""
     max_clients: int = Field(1024, ge=1)

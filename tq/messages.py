@@ -24,7 +24,7 @@ class Message(msgspec.Struct, tag=True):
 
 
 # Version of the messages between the queue's processes; raised by every change that an older process would misread.
-FORMAT = 2
+FORMAT = 3
 
 
 class Introduction(Message, kw_only=True):
@@ -61,7 +61,7 @@ class RowRecords(msgspec.Struct):
     columns: list[str]  # written in all of the rows
     done: list[str]  # tasks that committed
     deliveries: dict[str, list[int]] = {}  # task -> how often each row was released, parallel to `rows`; absent: never
-    pending: bool = False  # not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows
+    announced: bool = False  # not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows
 
     def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
         """Add a row; the caller updates `deliveries`."""
@@ -124,7 +124,7 @@ class RowsCreated(Message):
     group_size: int = 0
     timeout_s: float = 60.0
     commits: dict[str, list[int]] = {}
-    held: bool = False  # there are other controllers: hand nothing out before `RowsConfirmed`
+    announced: bool = False  # there are other controllers: hand nothing out before `RowsConfirmed`
     # Enclosed values of a small put (`tq.wire`), passed on to a lease of exactly these rows that a fetch waits for.
     values: bytes = b""
 
@@ -169,7 +169,7 @@ class Held(msgspec.Struct):
     round_index: int = -1
     rank: int = 0
     num_ranks: int = 1
-    round_rows: int = 0
+    largest_slice: int = 0
     last: bool = False
     total_rows: int = 0
     step: int = 0  # `FetchRound.partition`
@@ -361,7 +361,7 @@ class LeaseGrant(Message):
     units: list[str]
     tokens: list[int] = []  # length of each row in tokens
     # Most rows of any rank in this round (rounds only), so that ranks make equally many micro-batches.
-    round_rows: int = 0
+    largest_slice: int = 0
     last: bool = False  # no rows of this partition, or of the requested step, will follow (rounds only)
     total_rows: int = 0  # rows of all ranks in this round (rounds only)
     # Enclosed columns of the rows (`tq.wire`), if the fetch waited for a small put of exactly these rows.

@@ -132,7 +132,7 @@ class Fifo:
         return chosen
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Deal out contiguous runs; the first ranks get the longer ones."""
+        """Assign contiguous runs; the first ranks get the longer ones."""
         num_ranks = len(assigned)
         base, extra = divmod(len(items), num_ranks)
         rank_slices = []

@@ -66,7 +66,6 @@ class Timers:
             self._thread.join(timeout=5)
 
     def _drop_cancelled(self) -> None:
-        """Drop cancelled timers."""
         self._heap = [one for one in self._heap if one[2].callback is not None]
         heapq.heapify(self._heap)
         # The next sweep waits until the heap has doubled, so that the cost per timer is constant.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
+from tq.control.events import Answer, Event, Fenced, OrderFenceRows, OwnerGone
 from tq.control.state import ControlState
 from tq.messages import (
     FetchRound,
@@ -154,7 +154,7 @@ class _Life:
                 case Answer(number, reply) if number in self._replies:
                     assert isinstance(reply, LeaseGrant | NoRows), reply
                     self._replies.pop(number)(reply)
-                case Fence(task, token):
+                case OrderFenceRows(task, token):
                     self._after(self._chance.uniform(0, 0.2), partial(self._tell, Fenced(task, token)))
 
     def _ask(self, event: Event, then: Callable[[LeaseGrant | NoRows], None]) -> None:

@@ -1,8 +1,8 @@
 """One `asyncflow-launch` command from its arguments to a started run: resolve, check everything, and only then write.
 
-Request --accept()--> Accepted --describe()--> text of --dry-run
-        |                      '-start()-----> run directory, processes, exit code
-        '-follow()--> NodeRun, on any node but node 0
+Request --accept_run()--> Accepted --describe()--> text of --dry-run
+        |                          '-start()-----> run directory, processes, exit code
+        '-accept_node()--> NodeRun, on any node but node 0
 """
 
 from contextlib import suppress

@@ -1,6 +1,6 @@
 """The batch job of one `asyncflow sbatch` command: everything that can be checked before it runs, then its script.
 
-    BatchRequest --accept()--> BatchJob --script_text--> #SBATCH lines, settings of this run, `relaunch.sh`
+    BatchRequest --accept_job()--> BatchJob --script_text--> #SBATCH lines, settings of this run, `relaunch.sh`
 
 `launcher.slurm.sbatch_command` prints or submits the script. `relaunch.sh` is the part that all batch scripts share,
 including the templates in `configs/slurm`: it launches, passes Slurm's signals on, and requeues the job.

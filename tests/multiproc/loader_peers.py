@@ -114,7 +114,7 @@ def read_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str, behaviour
         while partition := loader.next_partition():
             for batch in loader:
                 check(batch)
-                rounds.append((partition, batch.indices, loader.round_rows, batch.groups, list(batch.columns)))
+                rounds.append((partition, batch.indices, loader.largest_slice, batch.groups, list(batch.columns)))
             if not loader.stopped:
                 loader.ack()
     except TransportError as caught:

@@ -90,7 +90,7 @@ def trainer(port: int, pipe: Pipe, rank: int, num_ranks: int, last_partition: in
             if len(batch):
                 assert torch.equal(batch["doubled"].values, batch["x"].values * 2)
                 assert batch["x"].lengths.tolist() == [group + 1 for group in batch.groups]
-            assert len(batch) <= loader.round_rows
+            assert len(batch) <= loader.largest_slice
             rounds.append(list(batch.indices))
         if loader.stopped:
             break

@@ -46,11 +46,11 @@ class Loader:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._rounds = rank, ROUNDS[num_ranks]
-        self.stopped, self.round_rows, self.round_partition = False, 0, STEP
+        self.stopped, self.largest_slice, self.round_partition = False, 0, STEP
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for shares in self._rounds:
-            self.round_rows = SIZE * max(map(len, shares))
+            self.largest_slice = SIZE * max(map(len, shares))
             yield rows_of(shares[self._rank])
 
 

@@ -279,7 +279,7 @@ def test_rows_are_confirmed_when_every_controller_agreed_and_with_what_each_of_t
     client = bench.client()
     put = client.create([5, 6], {"x": numbers(5, 6)})
     announced = [controller.parks() for controller in controllers]
-    assert all(call.message.held for call in announced)
+    assert all(call.message.announced for call in announced)
     announced[0].send_reply(RowsAccepted({"train": [1]}))
     announced[1].send_reply(RowsAccepted({"ref": [0, 1]}))
     confirmed = controllers[1].parks()
@@ -298,7 +298,7 @@ def test_rows_that_not_all_agreed_to_are_held_in_the_inventory_of_a_late_control
     put = bench.client().create([5], {"x": numbers(5)})
     announced = controller.parks()
     late = bench.controller("controller-1")
-    assert [record.pending for record in late.hears(RegisterUnit).records] == [True]
+    assert [record.announced for record in late.hears(RegisterUnit).records] == [True]
     announced.send_reply(RowsAccepted({"ref": [0]}))
     done(put)
     check_confirmed(late.hears(RowsConfirmed), [5], {"ref": [0]})

@@ -204,7 +204,7 @@ def test_a_trainer_whose_channel_broke_keeps_its_lease_over_a_restart(bench: Ben
     bench.start()
     bench.unit([0, 1])
     again = bench.connection("actor")
-    held = Held("gang", share.token, 1, [0, 1], round_index=0, rank=0, num_ranks=1, round_rows=2)
+    held = Held("gang", share.token, 1, [0, 1], round_index=0, rank=0, num_ranks=1, largest_slice=2)
     assert ask(again, Join("actor@0.here", [held])).void == []
 
 

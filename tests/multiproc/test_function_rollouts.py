@@ -24,7 +24,7 @@ from asyncflow.timeline import Timeline
 from launcher.config.paths import find_recipe
 from tests.support.judge import Judge
 from tests.support.run_files import lines
-from workers.agents.other_model import run_command
+from workers.agents.command import run_command
 from workers.agents.wire import Begin, Setup, Start
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
@@ -644,7 +644,7 @@ def test_a_programs_result_that_cannot_be_used_fails_it_and_holds_nothing_up(
 def test_a_program_that_fails_is_named_with_its_last_line_and_one_that_floods_is_cut(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "workers.agents.other_model")
+    caplog.set_level("INFO", "workers.agents.command")
     for _ in range(3):
         with pytest.raises(UserCodeFailed, match="^rollout.agent_command ended with code 1: KeyError: 'question'$"):
             run_program("print('x' * 2**22); {}['question']", "{}", tmp_path / "1")

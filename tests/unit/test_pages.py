@@ -1,4 +1,5 @@
-"""The pages: their links lead somewhere, the files that they name exist, and their lines fit a screen."""
+"""The pages: their links lead somewhere, the files that they name exist, and their lines fit a screen. Docstrings and
+comments: the names in them exist."""
 
 import re
 from pathlib import Path
@@ -12,6 +13,17 @@ NAMES = [page.name for page in PAGES]
 ELSEWHERE = {"my_rewards.py", "my_tools.py", "tq.py", "set_env.sh", "config.yaml"}
 """Files of users, vendors and runs that the pages speak of."""
 COLUMNS = 120
+PACKAGES = ("asyncflow", "launcher", "workers", "tq", "weightsync")
+ADAPTERS = ("asyncflow/vendors.py", "weightsync/notify.py", "workers/engines/")
+"""They name what others' programs have."""
+OUTSIDE = {
+    "_apply_scaling", "_get_resolved_checkpoint_files", "_new_process_group_helper", "add_bos_token",
+    "all_special_ids", "DataLoader", "Dataset", "device_id", "dppo_kl", "dppo_tv", "ensure_running", "ForkServer",
+    "Generator", "gpu001", "is_torch_npu_available", "LlamaForSequenceClassification", "MAX_ARG_STRLEN",
+    "modeling_utils", "nohup", "permutation", "RotaryEmbedding", "torchrun", "use_attribute_docstrings", "wraps",
+}  # fmt: skip
+"""Names of libraries, commands and papers that docstrings and comments mention."""
+_NOTE = re.compile(r'"""((?:.|\n)*?)"""|(#[^\n]*(?:\n *#[^\n]*)*)')
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -60,6 +72,25 @@ def test_the_architecture_page_has_every_floor() -> None:
     rooms = {path.parent.name for package in ("launcher", "workers") for path in (ROOT / package).glob("*/__init__.py")}
     assert len(rooms) > 20
     assert rooms - named == set()
+
+
+def test_names_in_docstrings_and_comments_exist() -> None:
+    """In the code of some package; so a renamed function is renamed there, too."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    texts = {path.relative_to(ROOT): path.read_text() for path in files}
+    known = OUTSIDE | {part for path in texts for part in path.with_suffix("").parts}
+    known.update(*(re.findall(r"\w+", _NOTE.sub("", text)) for text in texts.values()))
+    unknown = []
+    for path, text in texts.items():
+        if path.as_posix().startswith(ADAPTERS):
+            continue
+        for note in _NOTE.findall(text):
+            line = re.sub(r"\s*\n\s*#?\s*", " ", "".join(note))
+            for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`", line):
+                if not re.match(r"step_\d", name) and not known.issuperset(name.split(".")):
+                    unknown.append(f"{path}: {name}")
+    assert len(texts) > 200
+    assert unknown == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

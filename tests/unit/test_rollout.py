@@ -20,7 +20,7 @@ from weightsync.version import Version
 from workers.engines.sim.decode_times import SimLengths
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.weight_path import HeldWeights
-from workers.rollout.loop import Rollout
+from workers.rollout.loop import RolloutLoop
 from workers.rollout.outbox import RolloutLease
 from workers.rollout.rollouts import SingleTurn
 from workers.rows.finished import RolloutRequest
@@ -95,7 +95,7 @@ def lease(step: int, *rows: int) -> RolloutLease:
 def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE_S) -> Any:
     """A rollout without processes; responses are instant unless a test says otherwise."""
     sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
-    made: Any = object.__new__(Rollout)
+    made: Any = object.__new__(RolloutLoop)
     made._config = SimpleNamespace(
         schedule=SimpleNamespace(mode=mode, n_samples_per_prompt=4),
         rollout=SimpleNamespace(is_own=False),

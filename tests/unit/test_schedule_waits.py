@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from asyncflow.errors import PeerRefused
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
+from tq.control.events import Answer, Event, Fenced, OrderFenceRows, OwnerGone
 from tq.control.state import ControlState
 from tq.messages import (
     FetchRound,
@@ -328,7 +328,7 @@ class World:
                 case Answer(number, reply) if number in self._replies:
                     assert isinstance(reply, LeaseGrant | NoRows), reply
                     self._replies.pop(number)(reply)
-                case Fence(task, token):
+                case OrderFenceRows(task, token):
                     self.tell(Fenced(task, token))
 
     def write(self, task: PlacedTask, rows: list[int]) -> None:

@@ -234,7 +234,7 @@ def order_of_pass(count: int, *, seed: int | None, partition: int, number: int) 
 
 
 class StreamingDataLoader(IterableDataset[PackedBatch]):
-    """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close.
+    """Iterates over one rank's slices of rounds, one partition at a time. One thread iterates; any thread may close.
 
     Reading ahead starts with the first `next_partition` or iteration.
 
@@ -287,7 +287,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             assert client is not None, "a rank that fetches needs a client"
         if rows_per_round <= 0 and token_budget <= 0:
             raise ConfigError(f"loader of {task}: a round has no size; give rows_per_round, token_budget or both")
-        self.round_rows = 0
+        self.largest_slice = 0
         """Most rows of any rank in the current round."""
         self.round_partition = 0
         """Partition of the current round's rows: the step being read, or another one if steps take rows of several."""
@@ -376,7 +376,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         if token_budget:
             return [batch.select(positions) for positions in split_by_tokens(tokens, token_budget)]
         assert num_rows > 0, "micro_batches needs num_rows or token_budget"
-        count = -(-self.round_rows // num_rows)
+        count = -(-self.largest_slice // num_rows)
         filled = min(count, -(-len(batch) // num_rows))
         parts = split_evenly(tokens, filled, equal_counts=True) if filled else []
         return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
@@ -489,7 +489,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             raise ConfigError(f"{self._name}: outputs of {num_rows} rows could not be put; put them again")
 
     def _note_yielded(self, granted: LeaseGrant, batch: PackedBatch) -> PackedBatch:
-        self.round_rows, self.round_partition = granted.round_rows, granted.partition
+        self.largest_slice, self.round_partition = granted.largest_slice, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch
 

@@ -32,20 +32,15 @@ _JOIN_S = 5.0
 class LeaseCalls(Protocol):
     """What a lease needs of the client's data plane; see `tq.client.session.DataPlane`."""
 
-    def get(self, grant: LeaseGrant, names: Sequence[str]) -> PackedBatch:
-        """Read columns."""
+    def get(self, grant: LeaseGrant, names: Sequence[str]) -> PackedBatch: ...
 
-    def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """Write outputs."""
+    def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None: ...
 
-    def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Finish rows without outputs."""
+    def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None: ...
 
-    def release_rows(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Return rows."""
+    def release_rows(self, grant: LeaseGrant, rows: Sequence[int]) -> None: ...
 
-    def filter_groups(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
-        """Remove groups from the queue."""
+    def filter_groups(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None: ...
 
 
 class Lease:

@@ -571,7 +571,7 @@ class AsyncQueueClient:
             raise TransportError(f"{self._client.owner}: the queue client is closed")
 
     def _return_fetched(self, fetched: "Future[Lease | NoRows]") -> None:
-        """Give back what a cancelled fetch was granted."""
+        """Release what a cancelled fetch was granted."""
         # This runs in the fetch's thread or, if the fetch was faster, in the event loop's: it must not block.
         if fetched.cancelled() or fetched.exception() is not None:
             return

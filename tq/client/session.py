@@ -141,7 +141,7 @@ class QueueSession:
         return self.connect_controller(controller, wait_s).call_service(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
-        """Like `call`, but waits for a controller that is gone to come back."""
+        """Like `call_controller`, but waits for a controller that is gone to come back."""
         return self.retry_until(
             lambda: self.call_controller(controller, message, timeout_s), self.start_deadline(timeout_s)
         )
@@ -300,7 +300,7 @@ class HeldLeases:
         held = Held(fetch.task, answer.token, answer.partition, list(answer.rows))
         if isinstance(fetch, FetchRound):
             held.round_index, held.rank, held.num_ranks = fetch.round_index, fetch.rank, fetch.num_ranks
-            held.round_rows, held.last, held.total_rows = answer.round_rows, answer.last, answer.total_rows
+            held.largest_slice, held.last, held.total_rows = answer.largest_slice, answer.last, answer.total_rows
             held.step, held.slice_rows = fetch.partition, len(answer.rows)
         elif not answer.rows:
             return
@@ -661,7 +661,7 @@ def _by_unit(units: Sequence[str]) -> dict[str, Sequence[int]]:
 logger = logging.getLogger(__name__)
 
 SAY_EVERY_S = 30.0
-LOST_ROWS_S = 60.0
+UNREADABLE_S = 60.0
 
 
 class StallMonitor:
@@ -726,7 +726,7 @@ class StallMonitor:
         if self._unreadable_since is None:
             self._unreadable_since = now
             logger.warning("%s: rows could not be read, asking for them again: %s", self._what, error)
-        if now - self._unreadable_since >= (self._producers_timeout_s or LOST_ROWS_S):
+        if now - self._unreadable_since >= (self._producers_timeout_s or UNREADABLE_S):
             raise error
 
     def _log_stall(self, now: float, text: str) -> None:

@@ -31,19 +31,19 @@ from tq.control.durable_facts import DurableMark, Memory, UnitOrders
 from tq.control.events import (
     Answer,
     Cleared,
-    Commit,
     DeadlinePassed,
     DoneElsewhere,
     Event,
-    Fence,
-    FenceAll,
+    ForwardAck,
     GroupRemoved,
-    Lost,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
     OwnerGone,
     OwnerWrites,
+    PutAgain,
     RecoveryDeadline,
-    RemoveGroup,
-    Shrunk,
+    RowsOfPartitionRemoved,
     TasksWrite,
     UnitGone,
     UnitLost,
@@ -112,7 +112,7 @@ class Admission(Protocol):
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
         """Begin. After a restart, `known_rows` holds each partition's existing and finished rows; None: first start."""
 
-    def add_event(self, event: int | Lost | GroupRemoved) -> None:
+    def add_event(self, event: int | PutAgain | GroupRemoved) -> None:
         """Hear of a published version, lost rows, or a group that left its partition."""
 
     def close(self) -> None:
@@ -202,10 +202,10 @@ class LeadQuestions:
 #
 # Unanswered calls wait here, each with its deadline:
 #
-#     keep --> take (answered)
-#         '-> park --> take (answered; the deadline is cancelled) | the deadline passes --> `expired`
+#     add_call --> take_call (answered)
+#         '-> set_deadline --> take_call (answered; the deadline is cancelled) | the deadline passes --> `expired`
 
-NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
+NewsItem = tuple[Call, Answer] | PutAgain | GroupRemoved | RowsOfPartitionRemoved | Cleared
 News = list[NewsItem]  # messages to send once the lock is released
 
 _LONGEST_PARK_S = 3600.0
@@ -266,9 +266,9 @@ class StateShell:
                     call = self.calls.take_call(instruction.request)
                     if call is not None:
                         news.append((call, instruction))
-                case Commit() | Fence() | FenceAll() | RemoveGroup():
+                case ForwardAck() | OrderFenceRows() | OrderFenceTask() | OrderRemoveRows():
                     self.orders.add_order(instruction)
-                case Lost() | GroupRemoved() | Shrunk() | Cleared():
+                case PutAgain() | GroupRemoved() | RowsOfPartitionRemoved() | Cleared():
                     news.append(instruction)
         # This event may have ended the recovery.
         self.start_admission()
@@ -285,7 +285,7 @@ class StateShell:
         # Answers to fetches go first: consumers are idle until they come.
         for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
             match one:
-                case Lost() | GroupRemoved() if self.admission is not None:
+                case PutAgain() | GroupRemoved() if self.admission is not None:
                     self.admission.add_event(one)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.send_refusal(error)
@@ -298,7 +298,7 @@ class StateShell:
         for one in news:
             # Rows that left with their group are written before the losses: a row in neither record would be missed
             # forever.
-            if isinstance(one, Shrunk):
+            if isinstance(one, RowsOfPartitionRemoved):
                 self._memory.remember_removed(one.partition, self._removed_rows)
         if self.state.losses_changed or self._memory.saving_losses.locked():
             self._memory.remember_losses(self._take_losses)

@@ -31,7 +31,17 @@ from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.meeting import Credentials
-from tq.control.events import Commit, Event, Fence, FenceAll, Fenced, RemoveGroup, RowsFinished, RowsLacking, RowsLost
+from tq.control.events import (
+    Event,
+    Fenced,
+    ForwardAck,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
+    RecalledFinished,
+    RecalledLosses,
+    RecalledRemoved,
+)
 from tq.control.row_table import RowSet, Span
 from tq.messages import (
     UNIT_REPLIES,
@@ -183,14 +193,14 @@ class Memory:
         """Return what a new control state must be told."""
         for partition, parts in self._removed.items():
             for rows in parts.values():
-                yield RowsLacking(partition, rows)
+                yield RecalledRemoved(partition, rows)
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, parts in self._finished.items():
             for rows in parts.values():
-                yield RowsFinished(partition, rows)
+                yield RecalledFinished(partition, rows)
         if lost := self._durable.load_lost():
-            yield RowsLost(tuple(lost))
+            yield RecalledLosses(tuple(lost))
         if self._mark.writing_closed:
             yield CloseWriting()
         if self._mark.stopped:
@@ -414,7 +424,7 @@ class UnitBacklog:
 
 _CLOSE_TIMEOUT_S = 5.0
 
-Order = Commit | Fence | FenceAll | RemoveGroup
+Order = ForwardAck | OrderFenceRows | OrderFenceTask | OrderRemoveRows
 
 
 class UnitOrders:
@@ -449,7 +459,7 @@ class UnitOrders:
             if self._closed:
                 return
             was_done = [self._get_backlog(unit).add_message(message) for unit, message in _messages(order)]
-        if isinstance(order, Fence | FenceAll):
+        if isinstance(order, OrderFenceRows | OrderFenceTask):
             fenced = Fenced(order.task, order.token)
             was_done[0].add_done_callback(lambda _: self._holding.put(fenced))
 
@@ -502,11 +512,11 @@ class UnitOrders:
 
 def _messages(order: Order) -> list[tuple[str, Message]]:
     match order:
-        case Commit(task, token):
+        case ForwardAck(task, token):
             return [(unit, PutOutputs(task, token, list(rows), [])) for unit, rows in order.rows.items()]
-        case Fence():
+        case OrderFenceRows():
             return [(order.unit, FenceRows(order.task, order.token, list(order.rows)))]
-        case FenceAll():
+        case OrderFenceTask():
             return [(order.unit, FenceTask(order.task, order.token, list(order.alive)))]
-        case RemoveGroup():
+        case OrderRemoveRows():
             return [(unit, RemoveRows(list(rows), order.cause)) for unit, rows in order.rows.items()]

@@ -83,7 +83,7 @@ class RecoveryDeadline:
 
 
 @dataclass(frozen=True)
-class RowsFinished:
+class RecalledFinished:
     """An earlier incarnation knew that all tasks are done with these rows (`ControlState.take_finished`)."""
 
     partition: int
@@ -91,14 +91,14 @@ class RowsFinished:
 
 
 @dataclass(frozen=True)
-class RowsLost:
+class RecalledLosses:
     """An earlier incarnation knew that these rows were lost with their unit (`ControlState.take_losses`)."""
 
     records: tuple[RowRecords, ...]
 
 
 @dataclass(frozen=True)
-class RowsLacking:
+class RecalledRemoved:
     """An earlier incarnation knew that a partition will never have these rows (`ControlState.removed_rows`)."""
 
     partition: int
@@ -128,7 +128,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Fence:
+class OrderFenceRows:
     """Tell a unit that leases of `rows` older than `token` are void, then report `Fenced`."""
 
     task: str
@@ -138,7 +138,7 @@ class Fence:
 
 
 @dataclass(frozen=True)
-class FenceAll:
+class OrderFenceTask:
     """Tell a unit that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
 
     A unit that is away must hear it before its rows count as here.
@@ -151,7 +151,7 @@ class FenceAll:
 
 
 @dataclass(frozen=True)
-class Commit:
+class ForwardAck:
     """An ack of rows that were lost and put again since: give it to the units that have them now (`PutOutputs`)."""
 
     task: str
@@ -160,7 +160,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class RemoveGroup:
+class OrderRemoveRows:
     """Tell the units to remove rows of dead-letter groups; they report `RowsRemoved`."""
 
     rows: dict[str, tuple[int, ...]]
@@ -168,7 +168,7 @@ class RemoveGroup:
 
 
 @dataclass(frozen=True)
-class Lost:
+class PutAgain:
     """These rows must be put again: some task still needs them."""
 
     rows: tuple[int, ...]
@@ -185,7 +185,7 @@ class GroupRemoved:
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class RowsOfPartitionRemoved:
     """A partition will have fewer rows than declared: remember which ones it lacks (`ControlState.removed_rows`)."""
 
     partition: int
@@ -198,7 +198,17 @@ class Cleared:
     partition: int
 
 
-Instruction = Answer | Fence | FenceAll | Commit | RemoveGroup | Lost | GroupRemoved | Shrunk | Cleared
+Instruction = (
+    Answer
+    | OrderFenceRows
+    | OrderFenceTask
+    | ForwardAck
+    | OrderRemoveRows
+    | PutAgain
+    | GroupRemoved
+    | RowsOfPartitionRemoved
+    | Cleared
+)
 Event = (
     RowsCreated
     | RowsConfirmed
@@ -223,9 +233,9 @@ Event = (
     | UnitGone
     | UnitLost
     | RecoveryDeadline
-    | RowsFinished
-    | RowsLost
-    | RowsLacking
+    | RecalledFinished
+    | RecalledLosses
+    | RecalledRemoved
     | TasksWrite
     | DoneElsewhere
     | TellLost

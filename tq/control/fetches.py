@@ -230,7 +230,7 @@ class RoundAssigner:
             rank_slice = RankSlice.from_items(self._new_token(), part.pick(Fifo(), Want(size)) if size > 0 else [])
             left -= rank_slice.num_rows
             known.rank_slices[rank] = rank_slice
-            known.round_rows = max(known.round_rows, rank_slice.num_rows)
+            known.largest_slice = max(known.largest_slice, rank_slice.num_rows)
             self._hold_slice(rank_slice, known.partition)
         self._task.changed.add(known.partition)  # a rank that is a round ahead waits for this
         return True
@@ -288,7 +288,7 @@ class WaitReasons:
             first = next(table.numbers(number), None)
             if first is None:
                 continue
-            for name in table.task_names(table.rows[first].left):
+            for name in table.task_names(table.rows[first].open_tasks):
                 task = table.tasks.get(name)
                 if task is None:
                     return f"partition {number} waits for task {name}"
@@ -344,7 +344,7 @@ class WaitReasons:
             # Bounded: this runs for every fetch whose deadline passes.
             if looked >= _LOOKED_AT:
                 break
-            if self._table.rows[row].left & task.bit and row not in task.leases.holders:
+            if self._table.rows[row].open_tasks & task.bit and row not in task.leases.holders:
                 numbers.append(row)
         return numbers
 
@@ -581,7 +581,7 @@ class Fetches:
         if lease is not None:
             task.leases.read(rank_slice.token, fetch.owner)
         granted = self._table.grant(task, rank_slice.token, known.partition, rows)
-        granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
+        granted.largest_slice, granted.last, granted.total_rows = known.largest_slice, known.last, known.total_rows
         return granted
 
     def _are_rows_readable(self, rows: list[int]) -> bool:

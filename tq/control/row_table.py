@@ -6,12 +6,12 @@ changes a row is a method of `RowTable`, which keeps all views in step and colle
 for `ControlState`. A row changes its state only as `TRANSITIONS` allows.
 
     RowsCreated --> in the table
-    RowsCreated(held) --> announced --RowsConfirmed--> in the table
-                              '--the put failed, or the unit went--> forgotten
+    RowsCreated(announced) --> announced --RowsConfirmed--> in the table
+                                   '--the put failed, or the unit went--> forgotten
 
 Where there are several controllers, each hands out rows of other tasks, and each may know of another task that was done
-with a lost row before. So a put is held: every controller says what it knows, and a row is handed out only when all
-controllers have agreed and heard what the others know.
+with a lost row before. So a put is announced first: every controller says what it knows, and a row is handed out only
+when all controllers have agreed and heard what the others know.
 """
 
 import enum
@@ -26,15 +26,15 @@ from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, RowsExist, on
 from tq.control.events import (
     Answer,
     Cleared,
-    Commit,
-    Fence,
-    FenceAll,
     Fenced,
+    ForwardAck,
     GroupRemoved,
     Instruction,
-    Lost,
-    RemoveGroup,
-    Shrunk,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
+    PutAgain,
+    RowsOfPartitionRemoved,
 )
 from tq.messages import (
     AckLost,
@@ -80,7 +80,7 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
         RowState.STORED: "a unit stored it",
         RowState.AWAY: "in the inventory of a unit that is just registering",
         RowState.LOST: "another controller, an earlier incarnation, its unit's next life or a trainer that holds it "
-        "told of the loss",
+        "reported the loss",
         RowState.WITHHELD: "a unit has it, and its group is leaving",
     },
     RowState.ANNOUNCED: {
@@ -131,7 +131,7 @@ class TaskRowState(enum.IntEnum):
 
 
 # State -> the states that may follow, each with its cause. A row that left the table has none. A state is not stored:
-# `left`, the leases and `queued` imply it. The random models compare it over every event.
+# `open_tasks`, the leases and `queued` imply it. The random models compare it over every event.
 TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
     TaskRowState.WAITING: {
         TaskRowState.READY: "its inputs are written and it is stored",
@@ -188,7 +188,7 @@ class UnitLife:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row."""
+    """What a controller knows of a row that some task is not done with."""
 
     unit: UnitLife  # where it is, or was
     # `partition`, `group`, `group_size`: see `messages.PutRows`.
@@ -196,7 +196,7 @@ class Row:
     group: int
     group_size: int
     written: int  # columns (bits)
-    left: int  # tasks that are not done with it (bits)
+    open_tasks: int  # tasks that are not done with it (bits)
     # `tokens`, `num_bytes`: over all its columns.
     tokens: int
     num_bytes: int
@@ -369,11 +369,11 @@ class RankSlice:
 
 @dataclass
 class Round:
-    """One round."""
+    """One slice of a step for every rank, formed once."""
 
     # By rank; None: an earlier incarnation of the controller had assigned it to no rank, so it is assigned again.
     rank_slices: list[RankSlice | None]
-    round_rows: int  # most rows of any slice
+    largest_slice: int  # most rows of any slice
     last: bool  # no rows of the step follow
     partition: int = 0
     total_rows: int = 0  # of all slices
@@ -417,7 +417,7 @@ class Rounds:
             self.formed.append(Round([None] * one.num_ranks, 0, last=False, partition=one.partition))
         known = self.formed[one.round_index]
         known.rank_slices += [None] * (one.num_ranks - len(known.rank_slices))
-        known.round_rows = max(known.round_rows, one.round_rows)
+        known.largest_slice = max(known.largest_slice, one.largest_slice)
         known.total_rows = max(known.total_rows, one.total_rows)
         known.last = known.last or one.last
         known.partition = one.partition
@@ -485,7 +485,7 @@ class TaskPartition:
         left: dict[int, int] = {}
         for number in numbers:
             row = self._rows[number]
-            if row.left & self._bit:
+            if row.open_tasks & self._bit:
                 left[row.group] = left.get(row.group, 0) + 1
         for name in list(self._groups):
             group = self._groups[name]
@@ -886,7 +886,7 @@ class TaskState:
         part, bit = self.partition(partition), self.bit
         for number, row in rows:
             part.expect(row)
-            if row.left & bit:
+            if row.open_tasks & bit:
                 self.num_left += 1
                 if self._is_row_wanted(number, row):
                     part.offer(number, row)
@@ -897,7 +897,7 @@ class TaskState:
         self.changed.add(partition)
 
     def row_done(self, number: int, row: Row) -> None:
-        """The task is done with a row, whoever held it; its bit in `left` was just cleared."""
+        """The task is done with a row, whoever held it; its bit in `open_tasks` was just cleared."""
         part = self.partition(row.partition)
         if row.queued & self.bit:
             part.withdraw(number, row)
@@ -909,7 +909,7 @@ class TaskState:
         self._row_of_group_done(part, row)
 
     def row_reopened(self, number: int, row: Row) -> None:
-        """The task's outputs were lost: it is no longer done with this row; its bit in `left` was just set."""
+        """The task's outputs were lost: it is no longer done with this row; its bit in `open_tasks` was just set."""
         part = self._reopen_partition(row.partition)
         part.num_done -= 1
         part.expect_again(row)
@@ -927,7 +927,7 @@ class TaskState:
         self.leases.forget_row(number)
         if token is not None and may_return:
             self.leases.owe_fence([number])
-        if row.left & self.bit:
+        if row.open_tasks & self.bit:
             self.num_left -= 1
         else:
             part.num_done -= 1
@@ -1052,7 +1052,7 @@ class TaskState:
             return self.rest_ready(number)
         held = self.leases.holders
         # This scans all rows of the partition: the price of `in_order`.
-        numbers = sorted(n for n in self._table.numbers(number) if rows[n].left & bit and n not in held)
+        numbers = sorted(n for n in self._table.numbers(number) if rows[n].open_tasks & bit and n not in held)
         front = numbers[:num_rows]
         groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
         front += [n for n in numbers[num_rows:] if rows[n].group in groups]
@@ -1073,12 +1073,10 @@ class TaskState:
             released=self.num_released,
         )
 
-    # Private
-
     def _is_row_wanted(self, number: int, row: Row) -> bool:
         leases = self.leases
         return (
-            row.left & self.bit != 0
+            row.open_tasks & self.bit != 0
             and not self.inputs & ~row.written
             and row.state is _STORED
             and number not in leases.holders
@@ -1113,11 +1111,11 @@ class TaskState:
 # Rows whose unit is gone: which must be put again, which clients hear of them, what must be made durable, and which
 # tasks stay done with a row that is put again.
 #
-# lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
-# report 5          watchers are told of 5, under a sequence number
-# take              {0: [5], 2: [9000]}    the store holds both
-# back 5            changed: -, the record stays: the unit may not know yet which tasks were done with the row
-# end 5             changed: part 0        take -> {0: []}: the store forgets the part
+# lose 5, 9000          undecided: 5, 9000     changed: parts 0, 2
+# report_rows 5         watchers are told of 5, under a sequence number
+# take_changed_parts    {0: [5], 2: [9000]}    the store holds both
+# note_put_again 5      changed: -, the record stays: the unit may not know yet which tasks were done with the row
+# end 5                 changed: part 0        take_changed_parts -> {0: []}: the store forgets the part
 
 _ROWS = 4096  # this many consecutive row indices share one part of the durable record
 _PARTS = 256  # part numbers wrap around here, so the record has at most this many parts
@@ -1249,7 +1247,7 @@ class TaskGraph:
 
     def still_done(self, row: Row, put: Row) -> int:
         """Return the tasks that stay done with a lost row that was put again: those whose outputs came back with it."""
-        done = self._table.every_task & ~row.left
+        done = self._table.every_task & ~row.open_tasks
         for task, outputs in self.known.items():
             # A task must have its declared outputs back, plus any undeclared ones that it wrote into this row.
             if (self._declared[task] | outputs & row.written) & ~put.written:
@@ -1394,15 +1392,15 @@ class RowTable:
         finished = self.finished(event.partition)
         new = []
         for k, (number, row) in enumerate(self._rows_put(event)):
-            if not event.held and number not in self.rows and number not in finished:
+            if not event.announced and number not in self.rows and number not in finished:
                 new.append((number, row))
                 continue
-            kept = self._announce(number, row) if event.held else self._place(number, row)
+            kept = self._announce(number, row) if event.announced else self._place(number, row)
             for name in self.task_names(kept):
                 accepted.setdefault(name, []).append(k)
         if new:
             self._add(event.partition, new)
-        if not event.held:
+        if not event.announced:
             self._came([event.partition], event.rows)
         return RowsAccepted(accepted)
 
@@ -1415,9 +1413,9 @@ class RowTable:
             row = self.announced.get(number)
             if row is not None and row.unit.name == event.unit:
                 self._forget_announced(number)  # first: what is known of it counts for the row that is placed
-                row.left &= ~done[k]
+                row.open_tasks &= ~done[k]
                 partitions.add(row.partition)
-                for name in self.task_names(self._place(number, row) & row.left):
+                for name in self.task_names(self._place(number, row) & row.open_tasks):
                     accepted.setdefault(name, []).append(k)
             for name in self.task_names(done[k]):
                 self.mark_done(name, [number])
@@ -1452,7 +1450,7 @@ class RowTable:
         self._pop_announced(number)
         known = self.rows.get(number)
         if known is not None and not known.lost:
-            return self.every_task & ~known.left  # announced twice
+            return self.every_task & ~known.open_tasks  # announced twice
         row.to(RowState.ANNOUNCED)
         self.announced[number] = row
         self.announced_bytes += row.num_bytes
@@ -1503,9 +1501,9 @@ class RowTable:
         for task in self.tasks.values():
             task.rows_created(partition, rows)
             for number, row in rows if task.leases.fencing else ():
-                if number in task.leases.fencing and row.left & task.bit:
+                if number in task.leases.fencing and row.open_tasks & task.bit:
                     self._fence_rows(task, [number], counts=False)
-        for number in [number for number, row in rows if not row.left]:
+        for number in [number for number, row in rows if not row.open_tasks]:
             self._finish_row(number)
 
     def _revive(self, number: int, row: Row, put: Row, *, values_kept: bool) -> int:
@@ -1513,13 +1511,13 @@ class RowTable:
 
         `values_kept`: the row came back with everything that was written into it.
         """
-        done = self.every_task & ~row.left if values_kept else self.graph.still_done(row, put)
-        reopened = self.every_task & ~row.left & ~done
-        newly = row.left & ~put.left
-        row.left |= reopened
+        done = self.every_task & ~row.open_tasks if values_kept else self.graph.still_done(row, put)
+        reopened = self.every_task & ~row.open_tasks & ~done
+        newly = row.open_tasks & ~put.open_tasks
+        row.open_tasks |= reopened
         if row.group < 0:  # known only from a trainer's lease
             for task in self.tasks.values():
-                if row.left & task.bit & ~reopened:
+                if row.open_tasks & task.bit & ~reopened:
                     task.partition(row.partition).expect_again(put)
         row.group, row.group_size, row.written, row.tokens = put.group, put.group_size, put.written, put.tokens
         self._move(row, put.unit, put.num_bytes)
@@ -1619,12 +1617,12 @@ class RowTable:
         partitions = set()
         for k, number in enumerate(event.rows):
             row = self.rows.get(number)
-            if row is None or not row.left & bit or row.unit.name != event.unit or row.state is _LOST:
+            if row is None or not row.open_tasks & bit or row.unit.name != event.unit or row.state is _LOST:
                 continue
             self._grow(row, written, event.tokens[k] if event.tokens else 0, grown)
             self._finish_task(event.task, number, row)
             partitions.add(row.partition)
-            if row.left:
+            if row.open_tasks:
                 for task in self.tasks.values():
                     if task.inputs & written:
                         task.refresh_row(number, row)
@@ -1632,8 +1630,8 @@ class RowTable:
         # A holder of a lost row may put its outputs where the row is put again, before that was confirmed.
         for k, number in enumerate(event.rows) if self.announced else ():
             row = self.announced.get(number)
-            if row is not None and row.unit.name == event.unit and row.left & bit:
-                row.left &= ~bit
+            if row is not None and row.unit.name == event.unit and row.open_tasks & bit:
+                row.open_tasks &= ~bit
                 row.written |= written
                 row.tokens += event.tokens[k] if event.tokens else 0
                 row.num_bytes += grown
@@ -1643,7 +1641,7 @@ class RowTable:
         partitions = set()
         for number in numbers:
             row = self.rows.get(number)
-            if row is not None and row.left & self.bits[task]:
+            if row is not None and row.open_tasks & self.bits[task]:
                 self._finish_task(task, number, row)
                 partitions.add(row.partition)
         self._drop_finished_of(task, partitions)
@@ -1652,7 +1650,7 @@ class RowTable:
         """Mark lost rows done on the word of another controller."""
         bit, outputs = self.task_bit(task), self.graph.outputs_of(self.task_bit(task))
         # Rows that were put again in the meantime are judged by what was put.
-        lost = [n for n in numbers if n in self.rows and self.rows[n].lost and self.rows[n].left & bit]
+        lost = [n for n in numbers if n in self.rows and self.rows[n].lost and self.rows[n].open_tasks & bit]
         for number in lost:
             # What the task wrote was lost with the row; this controller may never have heard of it.
             self.rows[number].written |= outputs
@@ -1661,9 +1659,9 @@ class RowTable:
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
         """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
 
-        Units that hold rows put again since then hear of it by a `Commit`. The controller that serves the task judges
-        the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was told
-        that the ack counts, so it counts even if the rows turn out to be at a unit.
+        Units that hold rows put again since then hear of it by a `ForwardAck`. The controller that serves the task
+        judges the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was
+        told that the ack counts, so it counts even if the rows turn out to be at a unit.
 
         Raises:
             LeaseFenced: another consumer has the rows; nothing changed.
@@ -1681,7 +1679,7 @@ class RowTable:
                 self.losses.ack_elsewhere(number)
         self.mark_done(event.task, open_rows)
         if where and task is not None:
-            self.out.append(Commit(event.task, event.token, where))
+            self.out.append(ForwardAck(event.task, event.token, where))
 
     def _under_lease(self, event: AckLost) -> list[int]:
         """Return the rows that are not done yet. Only the controller that serves the task can check the lease."""
@@ -1689,7 +1687,7 @@ class RowTable:
         open_rows = []
         for number in event.rows:
             row = self.rows.get(number)
-            is_open = row is not None and bool(row.left & bit)
+            is_open = row is not None and bool(row.open_tasks & bit)
             if task is not None and not is_open and not task.leases.was_done(event.token, number):
                 raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} is void")
             if task is not None and is_open and task.leases.holders.get(number) != event.token:
@@ -1711,13 +1709,13 @@ class RowTable:
         self.num_bytes += num_bytes
 
     def _finish_task(self, name: str, number: int, row: Row) -> None:
-        row.left &= ~self.bits[name]
+        row.open_tasks &= ~self.bits[name]
         if row.state is _LOST:
             self.losses.ack(number)
         task = self.tasks.get(name)
         if task is not None:
             task.row_done(number, row)
-        if not row.left:
+        if not row.open_tasks:
             self._finish_row(number)
 
     def _finish_row(self, number: int) -> None:
@@ -1758,7 +1756,7 @@ class RowTable:
             return
         for number in fencing.rows:
             row = self.rows.get(number)
-            if row is None or not row.left & task.bit:
+            if row is None or not row.open_tasks & task.bit:
                 continue  # the last put under the lease came before the fence
             if row.lost:
                 task.leases.owe_fence([number])
@@ -1773,7 +1771,7 @@ class RowTable:
         """Make units refuse puts under every lease so far except the live ones; returns fence token -> unit."""
         alive = tuple(sorted(task.leases.by_token))
         fences = {self.new_token(): unit for unit in sorted(units)}
-        self.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
+        self.out += [OrderFenceTask(task.spec.name, token, unit, alive) for token, unit in fences.items()]
         return fences
 
     def _fence_rows(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
@@ -1781,12 +1779,12 @@ class RowTable:
         for unit, rows in self._by_unit(numbers).items():
             token = self.new_token()
             task.leases.fence_rows(token, Fencing(rows, counts))
-            self.out.append(Fence(task.spec.name, token, unit, rows))
+            self.out.append(OrderFenceRows(task.spec.name, token, unit, rows))
 
     # Rows leave: with their groups (dead letter, filtered), cleared, or taken back
     #
-    # The rows of a group that leaves are withheld, and the units are told (RemoveGroup). Each reports its rows removed.
-    # `GroupRemoved` follows once, with the first of them.
+    # The rows of a group that leaves are withheld, and the units are told (OrderRemoveRows). Each reports its rows
+    # removed. `GroupRemoved` follows once, with the first of them.
 
     def give_up_groups(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
         """Remove the groups of some leased rows: their holder failed on them, or (`failures` 0) filters them out."""
@@ -1835,7 +1833,7 @@ class RowTable:
         where = self._by_unit(members)
         self._remove_with_group(number for number in members if self.rows[number].lost)
         if where:
-            self.out.append(RemoveGroup(where, cause))
+            self.out.append(OrderRemoveRows(where, cause))
 
     def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
         """Stop handing out the row's group; returns the rows of the group."""
@@ -1856,7 +1854,7 @@ class RowTable:
             if row is not None and row.state is _WITHHELD:
                 members.setdefault(self._leaving[row.partition, row.group], []).append(number)
         for cause, withheld in members.items():
-            self.out.append(RemoveGroup(self._by_unit(withheld), cause))
+            self.out.append(OrderRemoveRows(self._by_unit(withheld), cause))
 
     def _remove_with_group(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
         """Rows left the queue with their groups, for `cause` as the originator of the removal named it."""
@@ -1891,7 +1889,7 @@ class RowTable:
         """Shrink a partition by rows that are not in the table, unless admission replaces their groups."""
         if not self._refill:
             self.partition(partition).removed.update(numbers)
-            self.out.append(Shrunk(partition))
+            self.out.append(RowsOfPartitionRemoved(partition))
 
     def _remove(self, number: int, *, may_return: bool = False) -> None:
         """Drop a row before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
@@ -1937,8 +1935,8 @@ class RowTable:
         for record in event.records:
             for k, (number, row) in enumerate(self._rows_of(record, unit)):
                 listed.add(number)
-                kept = self._take_listed(number, row, reply, pending=record.pending)
-                for name in self.task_names(kept & row.left):
+                kept = self._take_listed(number, row, reply, announced=record.announced)
+                for name in self.task_names(kept & row.open_tasks):
                     reply.commits.setdefault(name, []).append(number)
                 for name, times in record.deliveries.items():
                     if times[k] and name in self.tasks and number in self.rows:
@@ -2015,22 +2013,22 @@ class RowTable:
                 self.every_task & ~done, record.tokens[k], record.num_bytes[k],
             )  # fmt: skip
 
-    def _take_listed(self, number: int, row: Row, reply: UnitAccepted, *, pending: bool) -> int:
+    def _take_listed(self, number: int, row: Row, reply: UnitAccepted, *, announced: bool) -> int:
         """Take one row of an inventory; returns the tasks (bits) that are known to be done with it."""
         known, coming = self.rows.get(number), self.announced.get(number)
         elsewhere = known is not None and not known.lost and known.unit is not row.unit
         if elsewhere or (coming is not None and coming.unit.online):
             reply.drop.append(number)
-            if not pending and known is None:
+            if not announced and known is None:
                 self._let_go[number] = row
             return 0
         if known is None or known.lost:
-            if pending:
+            if announced:
                 return self._announce(number, row)
             return self._place(number, row, values_kept=known is not None and known.unit.is_life_of(row.unit))
-        done = self.every_task & ~known.left
+        done = self.every_task & ~known.open_tasks
         self._grow(known, row.written, row.tokens - known.tokens, row.num_bytes - known.num_bytes)
-        for name in self.task_names(known.left & ~row.left):
+        for name in self.task_names(known.open_tasks & ~row.open_tasks):
             self.mark_done(name, [number])
         if number in self.rows:
             self._refresh(number, known)
@@ -2042,20 +2040,20 @@ class RowTable:
         for record in life.records:
             for number, row in self._rows_of(record, UnitLife("")):
                 known = self.rows.get(number)
-                if known is None and not row.left:
+                if known is None and not row.open_tasks:
                     self.count_finished(record.partition, [number])
                 elif known is None:
                     self.add_lost(number, row)
                 elif known.lost:  # an earlier incarnation reported it; what was done then stays done
                     known.written |= row.written
-                    for name in self.task_names(known.left & ~row.left):
+                    for name in self.task_names(known.open_tasks & ~row.open_tasks):
                         self.mark_done(name, [number])
                 else:  # put again by a producer who knew of the loss: judged by what was put
-                    done = self.task_names(self.graph.still_done(row, known) & known.left)
+                    done = self.task_names(self.graph.still_done(row, known) & known.open_tasks)
                     if done:
                         self.losses.ack_elsewhere(number)
                     for name in done:
-                        self.out.append(Commit(name, self.new_token(), self._by_unit([number])))
+                        self.out.append(ForwardAck(name, self.new_token(), self._by_unit([number])))
                     for name in done:
                         self.mark_done(name, [number])
 
@@ -2077,9 +2075,9 @@ class RowTable:
 
     def _finish_everywhere(self, number: int, row: Row, *, here: bool) -> None:
         """Mark a row done for all tasks; with `here` False, also tell the unit that has it again by now."""
-        for name in self.task_names(row.left):
+        for name in self.task_names(row.open_tasks):
             if not here and name in self.tasks:
-                self.out.append(Commit(name, self.new_token(), self._by_unit([number])))
+                self.out.append(ForwardAck(name, self.new_token(), self._by_unit([number])))
             self.mark_done(name, [number])
 
     def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
@@ -2146,7 +2144,7 @@ class RowTable:
             units = {self.rows[number].unit.name for number in new} - {""} | self.units.keys()
             for task in self.tasks.values():
                 self.fence_void_leases(task, units if task.leases.some_void else ())
-            self.out.append(Lost(tuple(new)))
+            self.out.append(PutAgain(tuple(new)))
             self.tell_watchers()
 
     def tell_watchers(self) -> None:
@@ -2179,7 +2177,7 @@ class RowTable:
         for k, (number, partition) in enumerate(told):
             row = self.rows.get(number)
             finished = self.every_task if self.is_finished(number, partition) else 0
-            for name in self.task_names(finished if row is None else self.every_task & ~row.left):
+            for name in self.task_names(finished if row is None else self.every_task & ~row.open_tasks):
                 known.setdefault(name, []).append(k)
         return known
 
@@ -2189,7 +2187,7 @@ class RowTable:
             row = self.rows.get(number)
             if row is None or not row.lost:
                 continue
-            if wanted or any(self._needs_row(name, number) for name in self.task_names(row.left)):
+            if wanted or any(self._needs_row(name, number) for name in self.task_names(row.open_tasks)):
                 yield number
 
     def _needs_row(self, name: str, number: int) -> bool:
@@ -2202,9 +2200,9 @@ class RowTable:
         records: dict[tuple[int, int, int], RowRecords] = {}
         for number in sorted(rows):
             row = self.rows[number]
-            key = (row.partition, row.written, row.left)
+            key = (row.partition, row.written, row.open_tasks)
             if key not in records:
-                done = self.task_names(self.every_task & ~row.left)
+                done = self.task_names(self.every_task & ~row.open_tasks)
                 records[key] = RowRecords(row.partition, [], [], [], [], [], self.column_names(row.written), done)
             records[key].append(
                 number, group=row.group, group_size=row.group_size, tokens=row.tokens, num_bytes=row.num_bytes

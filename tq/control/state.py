@@ -7,7 +7,7 @@ knows all rows of the queue, and hands out those of the tasks that it serves.
     handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
     handle(FetchRows(...), request=7)   -> [Answer(7, LeaseGrant(...))]     or [] (parked: no rows)
     handle(OutputsWritten(...))         -> [Answer(8, LeaseGrant(...))]     of a fetch that waited for it
-    handle(OwnerGone("a"))              -> [Fence("ref", 9, "storage-0", (3, 4))], and after Fenced("ref", 9) ...
+    handle(OwnerGone("a"))              -> [OrderFenceRows("ref", 9, "storage-0", (3, 4))]; after Fenced("ref", 9) ...
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from tq.control.events import (
     Instruction,
     OwnerGone,
     OwnerWrites,
+    RecalledFinished,
+    RecalledLosses,
+    RecalledRemoved,
     RecoveryDeadline,
-    RowsFinished,
-    RowsLacking,
-    RowsLost,
     TasksWrite,
     UnitGone,
     UnitLost,
@@ -165,7 +165,7 @@ class ControlState:
             case OpenPartition():
                 if not self._fetches.stopped:  # otherwise ranks of a gang could disagree on whether it is over
                     table.open_partition(event.partition, event.num_rows)
-            case RowsLacking():
+            case RecalledRemoved():
                 table.partition(event.partition).removed.update(event.rows)
             case WatchLost():
                 table.losses.watchers[request] = event
@@ -178,10 +178,10 @@ class ControlState:
                 self._puts.closed = True
             case DeadlinePassed():
                 self._expire_request(event.request)
-            case RowsFinished():
+            case RecalledFinished():
                 table.count_finished(event.partition, event.rows)
                 table.drop_finished(event.partition)
-            case RowsLost():
+            case RecalledLosses():
                 table.add_lost_records(event.records)
             case TellLost():
                 if self._recovery is None:  # during recovery the unit may only be late
@@ -294,7 +294,7 @@ class ControlState:
         """Return partition -> rows that were finished since the last call, for the shell to make durable.
 
         Units remember finished rows only for a while, and not beyond their death. A later incarnation needs them to
-        count right (`RowsFinished`), and so that nobody works on such a row when it is put again.
+        count right (`RecalledFinished`), and so that nobody works on such a row when it is put again.
         """
         return self.table.take_finished()
 
@@ -310,7 +310,7 @@ class ControlState:
     def take_losses(self) -> dict[int, list[RowRecords]]:
         """Return, for each part that changed, its lost rows and the tasks done with them; the shell makes it durable.
 
-        No unit remembers these rows: a later incarnation (`RowsLost`) asks for them, so that nobody works on them
+        No unit remembers these rows: a later incarnation (`RecalledLosses`) asks for them, so that nobody works on them
         twice.
         """
         return self.table.take_changed_losses()
@@ -489,7 +489,7 @@ class PutQueue:
 # How a restarted controller finds out where everything stands, before it hands out anything.
 #
 # collecting --every known unit registered, every known consumer joined, or the deadline passed--> rebuild leases
-# fencing    --FenceAll per served task confirmed by the units that are up--> over
+# fencing    --OrderFenceTask per served task confirmed by the units that are up--> over
 
 _GROUP_UNKNOWN = -1
 
@@ -623,7 +623,7 @@ class Recovery:
 
     def _is_undone(self, task: TaskState, number: int) -> bool:
         row = self._table.rows.get(number)
-        return row is not None and bool(row.left & task.bit)
+        return row is not None and bool(row.open_tasks & task.bit)
 
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
         """A trainer holds rows that no unit has: they were lost, and must not be trained again."""

@@ -335,8 +335,8 @@ Outcome = list[Any] | BaseException  # all answers, or the first error
 class Holdings(Protocol):
     """What the links report on; called with the unit's lock held."""
 
-    def inventory(self, *, held: bool) -> RegisterUnit:
-        """Return what the unit holds now; `held`: controllers must agree on new rows."""
+    def inventory(self, *, announced: bool) -> RegisterUnit:
+        """Return what the unit holds now; `announced`: controllers must agree on new rows."""
 
     def note_accepted(self, reply: UnitAccepted) -> None:
         """A controller took the inventory, and adds what it knows."""
@@ -428,7 +428,7 @@ class ControllerLinks:
             thread.join()
 
     def inventory(self) -> RegisterUnit:
-        return self._holdings.inventory(held=self.several)
+        return self._holdings.inventory(announced=self.several)
 
     def note_accepted(self, reply: UnitAccepted) -> Completions:
         self._holdings.note_accepted(reply)

@@ -57,7 +57,7 @@ _SERIAL = struct.Struct("<Q")
 _FRAME = struct.Struct("<II")
 _BEGIN = _TOKEN_BYTES + _SERIAL.size
 _LEAST_BYTES = 2**20  # a smaller file is not rewritten
-_PATIENCE = 4  # a file this many times as large as it should be is rewritten even while some commit is open
+_REWRITE_FACTOR = 4  # a file this many times as large as it should be is rewritten even while some commit is open
 
 
 class _Offer(msgspec.Struct):
@@ -144,7 +144,7 @@ class RowJournal:
         if not self._files:
             return
         if self._end > self._limit and (
-            not self.open_commits or self._end > _PATIENCE * max(_LEAST_BYTES, self._limit)
+            not self.open_commits or self._end > _REWRITE_FACTOR * max(_LEAST_BYTES, self._limit)
         ):
             self._rewrite_file()  # the inventory contains the change already; noting it twice makes no difference
         if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
@@ -314,7 +314,7 @@ class Life:
             for k, number in enumerate(record.rows):
                 self._rows[number] = _Row(
                     record.partition, record.groups[k], record.group_sizes[k], record.tokens[k], record.num_bytes[k],
-                    set(record.columns), set(record.done), not record.pending,
+                    set(record.columns), set(record.done), not record.announced,
                 )  # fmt: skip
         self._finished = {partition: set(rows) for partition, rows in began.finished.items()}
         for gone in began.removed_groups:

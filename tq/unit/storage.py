@@ -101,7 +101,7 @@ class StorageUnit:
             credentials,
             name,
             lineage=lineage,
-            inventory=partial(take_inventory, name, self._incarnation, state, held=True),
+            inventory=partial(take_inventory, name, self._incarnation, state, announced=True),
             failed=partial(self.threads.fail, "row journal"),
         )
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
@@ -164,9 +164,9 @@ class StorageUnit:
         self._traffic.remove_client(session.number)
         self._snapshots.drop_cuts(session.number)
 
-    def inventory(self, *, held: bool) -> RegisterUnit:
+    def inventory(self, *, announced: bool) -> RegisterUnit:
         """Called by the links with the lock held."""
-        told = take_inventory(self.name, self._incarnation, self._state, held=held)
+        told = take_inventory(self.name, self._incarnation, self._state, announced=announced)
         told.earlier = self._journal.earlier
         return told
 

@@ -265,7 +265,7 @@ class UnitPuts:
             message.group_size,
             message.timeout_s,
             message.commits,
-            held=self._links.several,
+            announced=self._links.several,
             values=values,
         )
 
@@ -421,7 +421,7 @@ class UnitUpkeep:
         self._blocks.delete_blocks(here)
 
     def wake_thread(self) -> None:
-        """As `poke`, for callers that hold the lock: everything is released soon."""
+        """As `note_change`, for callers that hold the lock: everything is released soon."""
         self._work.notify()
 
     def close(self) -> None:

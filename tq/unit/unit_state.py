@@ -57,7 +57,7 @@ class StoredRow:
     commits: dict[str, StoredCommit] = field(default_factory=dict)
     fences: Mapping[str, int] = field(default_factory=_none)  # task -> lowest token that is not void
     returns: Mapping[str, int] = field(default_factory=_none)  # task -> how often a lease on it was released
-    pending: bool = True  # the controllers have not confirmed yet that it exists
+    unconfirmed: bool = True  # the controllers have not confirmed yet that it exists
     retained: bool = False  # every task is done with it; it waits for a checkpoint
 
     def cut_row(self, number: int, forget: frozenset[str]) -> "CutRow":
@@ -181,7 +181,7 @@ class UnitState:
         group_size: int = 0,
         commits: Mapping[str, Sequence[int]] | None = None,
     ) -> Repeated | None:
-        """Add rows with their first columns, pending until `confirm`; see `messages.PutRows`.
+        """Add rows with their first columns, unconfirmed until `confirm`; see `messages.PutRows`.
 
         Returns what the caller must compare if all rows are here already. Raises RowsExist if some are, or PeerRefused
         for a malformed put; nothing was added then.
@@ -213,7 +213,7 @@ class UnitState:
         """The controllers know these rows now; free those that every task is done with."""
         for number in rows:
             if number in self._rows:
-                self._rows[number].pending = False
+                self._rows[number].unconfirmed = False
         self._free_done_rows(rows)
 
     def commit_outputs(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
@@ -236,7 +236,7 @@ class UnitState:
         return None
 
     def check_commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> PeerRefused | None:
-        """Raise what `commit` would raise, without changing anything.
+        """Raise what `commit_outputs` would raise, without changing anything.
 
         Returns the refusal to raise should the values differ, if every row was committed under this token before.
         """
@@ -264,7 +264,7 @@ class UnitState:
                 row = self._rows.get(number)
                 if row is not None and task not in row.commits:
                     row.commits[task] = commit
-                    if not row.pending:
+                    if not row.unconfirmed:
                         new.setdefault(task, []).append(number)
             self._free_done_rows(rows)
         return new
@@ -328,7 +328,7 @@ class UnitState:
     def drop_elsewhere(self, rows: Iterable[int]) -> dict[int, list[int]]:
         """Forget rows that are elsewhere, as `remove` does, but remember those whose put is still under way."""
         here = [number for number in rows if number in self._rows]
-        self._dropped.update(number for number in here if self._rows[number].pending)
+        self._dropped.update(number for number in here if self._rows[number].unconfirmed)
         return self.remove(here)
 
     def take_dropped(self, rows: Iterable[int]) -> list[int]:
@@ -375,7 +375,7 @@ class UnitState:
         """
         forget = frozenset(forget_acks_of)
         there = ((number, row) for number, row in self._rows.items() if row.partition > after_partition)
-        cut = [row.cut_row(number, forget) for number, row in there if not row.pending]
+        cut = [row.cut_row(number, forget) for number, row in there if not row.unconfirmed]
         blocks = list({block: None for row in cut for block, _ in row.places.values()})
         self.accounting.pin(blocks)
         return Cut(cut, blocks)
@@ -465,7 +465,7 @@ class UnitState:
             return
         for number in rows:
             row = self._rows.get(number)
-            if row is None or row.pending or row.retained or not self._tasks <= row.commits.keys():
+            if row is None or row.unconfirmed or row.retained or not self._tasks <= row.commits.keys():
                 continue
             # If not, what the tasks wrote went with another unit: there is nothing here to retain.
             worked_on_here = any(commit.token != KNOWN_ELSEWHERE for commit in row.commits.values())
@@ -515,8 +515,8 @@ class UnitState:
 _Key = tuple[int, frozenset[str], frozenset[str], bool]
 
 
-def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool) -> RegisterUnit:
-    """Return all rows of `state`; with `held`, unconfirmed ones must not be handed out before `RowsConfirmed`."""
+def take_inventory(unit: str, incarnation: str, state: UnitState, *, announced: bool) -> RegisterUnit:
+    """Return all rows of `state`; with `announced`, unconfirmed ones must not be handed out before `RowsConfirmed`."""
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
     live: list[tuple[int, StoredRow]] = []
     for number, row in state.rows():
@@ -528,7 +528,7 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
         RowsRemoved(unit, partition, rows, RemovalReason.GROUP_LEFT, cause)
         for (partition, cause), rows in state.removed_groups().items()
     ]
-    return RegisterUnit(unit, incarnation, _records(live, held=held), finished, removed)
+    return RegisterUnit(unit, incarnation, _records(live, announced=announced), finished, removed)
 
 
 def list_rows(
@@ -538,18 +538,18 @@ def list_rows(
     return _records(
         (number, row)
         for number, row in state.rows(rows)
-        if not row.pending and partition in (None, row.partition) and (retained or not row.retained)
+        if not row.unconfirmed and partition in (None, row.partition) and (retained or not row.retained)
     )
 
 
-def _records(rows: Iterable[tuple[int, StoredRow]], *, held: bool = False) -> list[RowRecords]:
+def _records(rows: Iterable[tuple[int, StoredRow]], *, announced: bool = False) -> list[RowRecords]:
     records: dict[_Key, RowRecords] = {}
     for number, row in rows:
-        key = (row.partition, frozenset(row.places), frozenset(row.commits), held and row.pending)
+        key = (row.partition, frozenset(row.places), frozenset(row.commits), announced and row.unconfirmed)
         record = records.get(key)
         if record is None:
             columns, done = sorted(row.places), sorted(row.commits)
-            record = RowRecords(row.partition, [], [], [], [], [], columns, done, pending=key[-1])
+            record = RowRecords(row.partition, [], [], [], [], [], columns, done, announced=key[-1])
             records[key] = record
         for task, times in row.returns.items():
             counts = record.deliveries.setdefault(task, [])

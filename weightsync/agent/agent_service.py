@@ -225,8 +225,8 @@ class PeerLink:
 #
 # A broadcast starts once all receivers that joined are ready.
 #
-#     receivers  Join (parks) ..................... Transfer(epoch, members) -> group, broadcast -> Join (parks) ...
-#     trainer    ............. Begin (parks) ...... Transfer(epoch, members) -> group, broadcast
+#     receivers  JoinBroadcast (parks) .... Transfer(epoch, members) -> group, broadcast -> JoinBroadcast (parks) ...
+#     trainer    .. BeginBroadcast (parks)  Transfer(epoch, members) -> group, broadcast
 #
 # A group is built once per epoch. An epoch ends when a member joins, leaves, is late or reports a broken group, and
 # when the trainer is another process.

@@ -447,7 +447,7 @@ class AgentState:
         return self._serve_watchers()
 
     def borrow_version(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
-        """Hold a version, complete or not, until `release`. Return its slot and plan; None: it is not here."""
+        """Hold a version, complete or not, until `release_version`. Return its slot and plan; None: it is not here."""
         slot = self._slots.find_slot(version)
         if slot is None or slot.plan is None:
             return None

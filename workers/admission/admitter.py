@@ -24,7 +24,7 @@ from tq.client.queue_client import QueueClient
 from tq.columns import Column
 from tq.config import QueueConfig
 from tq.control.controller import AdmissionPlace, MakeAdmission
-from tq.control.events import GroupRemoved, Lost
+from tq.control.events import GroupRemoved, PutAgain
 from tq.policies import StalenessRule, TaskSpec
 from tq.refill import AdmissionMark, Refill
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
@@ -214,7 +214,7 @@ class PromptAdmitter:
         self._save = save
         self._threads = threads
         self._saved = saved
-        self._events: queue.SimpleQueue[int | Lost | GroupRemoved | Fed | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[int | PutAgain | GroupRemoved | Fed | None] = queue.SimpleQueue()
         self._refills = tuple(state.list_refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
@@ -244,7 +244,7 @@ class PromptAdmitter:
             self._reopened = list(self._state.untrained_steps())
         self._thread = self._threads.start(self._admit_until_closed, name="admission")
 
-    def add_event(self, event: int | Lost | GroupRemoved | Fed) -> None:
+    def add_event(self, event: int | PutAgain | GroupRemoved | Fed) -> None:
         """Queue an event: a published version, lost rows, a removed group, or fed rows. Any thread may call."""
         self._events.put(event)
 
@@ -263,13 +263,13 @@ class PromptAdmitter:
             self._handle_event(event)
             self._end_with_feed()
 
-    def _handle_event(self, event: int | Lost | GroupRemoved | Fed) -> None:
+    def _handle_event(self, event: int | PutAgain | GroupRemoved | Fed) -> None:
         match event:
             case int():
                 self._published = True
                 self._state.note_published(event)
                 self._admit_steps()
-            case Lost():
+            case PutAgain():
                 self._put_again(self._state.groups_of_rows(event.rows))
             case Fed():
                 self._state.note_fed(event.num_rows, ended=event.ended)

@@ -175,7 +175,7 @@ class Sample:
     """What is trained on: the token sequence that ends with one drawn piece.
 
     Attributes:
-        node, run: that piece, drawn in the rollout's attempt `run`.
+        node, attempt_id: that piece, drawn in one attempt at the rollout.
         reward: of the whole rollout; None: `reward.function` scores the last reply.
         metrics: numbers by name.
         earlier: earlier pieces of the conversation; those whose tokens the last one does not continue are trained on as
@@ -186,7 +186,7 @@ class Sample:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     earlier: tuple[int, ...] = ()
-    run: int = 0
+    attempt_id: int = 0
 
 
 Policy = Callable[[ChatRequest], Awaitable[Reply]]
@@ -216,7 +216,7 @@ class Model:
     def sample(
         self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> Sample:
-        return Sample(reply.node, reward, metrics or {}, run=reply.run)
+        return Sample(reply.node, reward, metrics or {}, attempt_id=reply.attempt_id)
 
 
 class Chat:
@@ -263,7 +263,7 @@ class Chat:
         if not self._replies:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
         *earlier, last = self._replies
-        return Sample(last.node, reward, metrics or {}, tuple(reply.node for reply in earlier), last.run)
+        return Sample(last.node, reward, metrics or {}, tuple(reply.node for reply in earlier), last.attempt_id)
 
 
 @dataclass

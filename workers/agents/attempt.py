@@ -19,28 +19,28 @@ class BudgetIsSpent(AsyncFlowError):
     """The rollout may draw no more; says which budget is spent."""
 
 
-class Run:
+class Attempt:
     """One attempt; used in the service's event loop.
 
     Attributes:
         number: identifies it.
         key: of its session, void once it has ended.
-        attempt: from 0.
+        nth: from 0, as `Context.attempt` says it.
         num_deaths: workers that died under this rollout (all attempts) with no rollout's code running.
         ended: its outcome no longer matters.
         spent: its latest call was refused because turns, tokens or context are used up.
     """
 
-    def __init__(self, number: int, begin: Begin, *, key: str, attempt: int, setup: Setup, renderer: Renderer) -> None:
+    def __init__(self, number: int, begin: Begin, *, key: str, nth: int, setup: Setup, renderer: Renderer) -> None:
         self.number = number
         self.begin = begin
         self.key = key
-        self.attempt = attempt
+        self.nth = nth
         self.num_deaths = 0
         self.ended = False
         self.spent = False
         self._setup = setup
-        self._session = Session(renderer, seed=begin.seed + attempt)
+        self._session = Session(renderer, seed=begin.seed + nth)
         # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}
         self._began: float | None = None

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
 from asyncflow.process import end_session_with_me
-from workers.agents.attempt import BudgetIsSpent, Run
-from workers.agents.other_model import run_command
+from workers.agents.attempt import Attempt, BudgetIsSpent
+from workers.agents.command import run_command
 from workers.agents.rendering import load_renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.turns import ChatRequest, Reply
@@ -83,12 +83,12 @@ class Service:
         self._gateway = self._open_gateway() if setup.agent is not None or setup.command else None
         self._workers: list[UserWorker] = []
         self._worker_came = asyncio.Event()
-        self._runs: dict[int, Run] = {}
-        self._keys: dict[str, Run] = {}
-        self._in: dict[Run, UserWorker] = {}
-        self._work: dict[Run, set[asyncio.Task[None]]] = {}  # tasks of a run in this process: its calls, or its program
-        self._deadlines: dict[Run, asyncio.TimerHandle] = {}
-        self._num_runs = 0
+        self._attempts: dict[int, Attempt] = {}
+        self._keys: dict[str, Attempt] = {}
+        self._in: dict[Attempt, UserWorker] = {}
+        self._work: dict[Attempt, set[asyncio.Task[None]]] = {}  # in this process: its calls, or its program
+        self._deadlines: dict[Attempt, asyncio.TimerHandle] = {}
+        self._num_attempts = 0
         self._drawing: PendingReplies[Drawn] = PendingReplies()
         self._cpu = ProcessorTime()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -114,10 +114,10 @@ class Service:
         while (message := await self._engine.receive()) is not None:
             match message:
                 case Begin():
-                    self._start_run(message, attempt=0)
+                    self._start_attempt(message, nth=0)
                 case Abandon():
-                    for run in list(self._runs.values()):
-                        self._end_run(run)
+                    for attempt in list(self._attempts.values()):
+                        self._end_attempt(attempt)
                 case PingLoop():
                     self._engine.send(PongLoop())
                 case Drawn():
@@ -127,8 +127,8 @@ class Service:
 
     async def close(self) -> None:
         """Stop all rollouts, workers and the gateway; call after `serve` has returned."""
-        for run in list(self._runs.values()):
-            self._end_run(run)
+        for attempt in list(self._attempts.values()):
+            self._end_attempt(attempt)
         for replacing in self._replacing:
             replacing.cancel()
         if self._replacing:
@@ -142,20 +142,20 @@ class Service:
     # Requests from the gateway.
 
     async def complete_turn(self, key: str, request: ChatRequest) -> Reply:
-        """Have the policy reply in the session of `key`; see `Run.complete_turn`. Raises SessionGone if the session has
-        ended, also because a budget is spent."""
-        run = self._run_of(key)
+        """Have the policy reply in the session of `key`; see `Attempt.complete_turn`. Raises SessionGone if the session
+        has ended, also because a budget is spent."""
+        attempt = self._attempt_of(key)
         try:
             with _refusing_tools():
-                return await run.complete_turn(request, draw=self._draw_tokens)
+                return await attempt.complete_turn(request, draw=self._draw_tokens)
         except BudgetIsSpent as error:
-            self._cut_run(run)
+            self._cut_attempt(attempt)
             raise SessionGone(str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
         """Return the number of tokens of a conversation; raises SessionGone, or BadAgentRequest if it cannot be
         rendered."""
-        self._run_of(key)
+        self._attempt_of(key)
         with _refusing_tools():
             return len(self._renderer.render(request.messages, request.tools))
 
@@ -168,11 +168,11 @@ class Service:
             ) from error
         return Gateway(self, seal=self._setup.seal, port=self._setup.port)
 
-    def _run_of(self, key: str) -> Run:
-        run = self._keys.get(key)
-        if run is None:
+    def _attempt_of(self, key: str) -> Attempt:
+        attempt = self._keys.get(key)
+        if attempt is None:
             raise SessionGone("this rollout has ended")
-        return run
+        return attempt
 
     async def _draw_tokens(
         self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]
@@ -190,24 +190,24 @@ class Service:
     # Messages from user workers.
 
     def _heard(self, worker: UserWorker, message: Heard) -> None:
-        run = self._runs.get(message.run)
+        attempt = self._attempts.get(message.attempt_id)
         match message:
             case WorkerDeath():
                 self._bury(worker, message)
-            case Ask() if run is None:
+            case Ask() if attempt is None:
                 worker.send(NotTold(message.number, "this rollout has ended", budget=True))
-            case Ask() if run is not None:
-                _keep(self._work[run], self._answer_ask(worker, run, message))
-            case Begun() if run is not None:  # the function was called: its time begins
-                self._set_deadline(run)
-            case AttemptDone() if run is not None:
-                self._finish_run(run, message, spent=run.spent)
-            case Raised() if run is not None:
-                self._ended_by(run, message)
+            case Ask() if attempt is not None:
+                _keep(self._work[attempt], self._answer_ask(worker, attempt, message))
+            case Begun() if attempt is not None:  # the function was called: its time begins
+                self._set_deadline(attempt)
+            case AttemptDone() if attempt is not None:
+                self._finish_attempt(attempt, message, spent=attempt.spent)
+            case Raised() if attempt is not None:
+                self._ended_by(attempt, message)
 
-    async def _answer_ask(self, worker: UserWorker, run: Run, ask: Ask) -> None:
+    async def _answer_ask(self, worker: UserWorker, attempt: Attempt, ask: Ask) -> None:
         try:
-            worker.send(Told(ask.number, await run.complete_turn(ask.request, draw=self._draw_tokens)))
+            worker.send(Told(ask.number, await attempt.complete_turn(ask.request, draw=self._draw_tokens)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates may raise anything at messages that they do not expect
@@ -215,35 +215,35 @@ class Service:
             text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
             worker.send(NotTold(ask.number, printable(text), budget=False))
 
-    def _ended_by(self, run: Run, message: Raised) -> None:
-        if message.spent or run.spent:
-            self._cut_run(run)
+    def _ended_by(self, attempt: Attempt, message: Raised) -> None:
+        if message.spent or attempt.spent:
+            self._cut_attempt(attempt)
         elif message.skipped:
-            self._end_run(run)
-            self._engine.send(Failed(run.begin.ticket, printable(message.text), skipped=True))
+            self._end_attempt(attempt)
+            self._engine.send(Failed(attempt.begin.ticket, printable(message.text), skipped=True))
         else:
-            self._fail_run(run, message.text)
+            self._fail_attempt(attempt, message.text)
 
     def _bury(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: restart its rollouts in other workers."""
         if worker not in self._workers:  # we ended it
             return
         self._workers.remove(worker)
-        held = [run for run, its in self._in.items() if its is worker]
+        held = [attempt for attempt, its in self._in.items() if its is worker]
         text = f"a process of rollout functions {printable(death.how)}; its {len(held)} rollouts begin again"
         logger.warning("%s", text)
         self._num_deaths += 1
         if self._num_deaths > 1 and self._num_deaths.bit_count() == 1:  # the 2nd, 4th, 8th ... time
             self._engine.send(Warned(f"{text} (time {self._num_deaths})"))
         _keep(self._replacing, self._replace_worker())
-        for run in held:
-            del self._in[run]
+        for attempt in held:
+            del self._in[attempt]
             # Nobody's code ran, so any of these rollouts may be the cause.
-            run.num_deaths += death.run == NOBODY
-            if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
-                self._fail_run(run, f"its process {death.how}", attempts=len(held))
+            attempt.num_deaths += death.attempt_id == NOBODY
+            if attempt.number == death.attempt_id or (death.attempt_id == NOBODY and attempt.num_deaths > _MOST_DEATHS):
+                self._fail_attempt(attempt, f"its process {death.how}", attempts=len(held))
             else:
-                self._restart_run(run)
+                self._restart_attempt(attempt)
 
     async def _replace_worker(self) -> None:
         for pause_s in _RETRY_S:
@@ -260,93 +260,92 @@ class Service:
         self._workers.append(await UserWorker.start(self._setup, self._heard))
         self._worker_came.set()
 
-    # Lifecycle of a run.
+    # Lifecycle of an attempt.
 
-    def _start_run(self, begin: Begin, *, attempt: int, num_deaths: int = 0) -> None:
-        self._num_runs += 1
+    def _start_attempt(self, begin: Begin, *, nth: int, num_deaths: int = 0) -> None:
+        self._num_attempts += 1
         key = "" if self._gateway is None else self._gateway.open()
-        run = Run(self._num_runs, begin, key=key, attempt=attempt, setup=self._setup, renderer=self._renderer)
-        run.num_deaths = num_deaths
-        self._runs[run.number] = run
+        attempt = Attempt(self._num_attempts, begin, key=key, nth=nth, setup=self._setup, renderer=self._renderer)
+        attempt.num_deaths = num_deaths
+        self._attempts[attempt.number] = attempt
         if self._gateway is not None:
-            self._keys[key] = run
-        self._work[run] = set()
+            self._keys[key] = attempt
+        self._work[attempt] = set()
         if self._setup.command:
-            self._set_deadline(run)  # a function's time begins with `Begun`, since it may queue in the worker
-        scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
-        start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
-        _keep(
-            self._work[run], self._call_program(run, start) if self._setup.command else self._give_to_worker(run, start)
+            self._set_deadline(attempt)  # a function's time begins with `Begun`, since it may queue in the worker
+        scratch = str(Path(self._setup.scratch) / f"{begin.index}-{attempt.number}")
+        start = Start(attempt.number, begin, nth, self._base_url, key, self._setup.timeout_s, scratch)
+        work = self._call_program(attempt, start) if self._setup.command else self._give_to_worker(attempt, start)
+        _keep(self._work[attempt], work)
+
+    def _set_deadline(self, attempt: Attempt) -> None:
+        self._deadlines[attempt] = asyncio.get_running_loop().call_later(
+            self._setup.timeout_s, self._cut_attempt, attempt, "its time (rollout.timeout_s)"
         )
 
-    def _set_deadline(self, run: Run) -> None:
-        self._deadlines[run] = asyncio.get_running_loop().call_later(
-            self._setup.timeout_s, self._cut_run, run, "its time (rollout.timeout_s)"
-        )
-
-    async def _give_to_worker(self, run: Run, start: Start) -> None:
+    async def _give_to_worker(self, attempt: Attempt, start: Start) -> None:
         """Have the worker with the fewest rollouts call the function."""
         while not (able := [worker for worker in self._workers if worker.alive]):
             self._worker_came.clear()
             await self._worker_came.wait()
-        worker = self._in[run] = min(able, key=lambda one: one.num_rollouts)
+        worker = self._in[attempt] = min(able, key=lambda one: one.num_rollouts)
         worker.begin(start)
 
-    async def _call_program(self, run: Run, start: Start) -> None:
+    async def _call_program(self, attempt: Attempt, start: Start) -> None:
         try:
             reward, metrics = await run_command(self._setup, start)
         except Exception as error:  # noqa: BLE001  boundary to a user's program and the machine that runs it
-            if run.spent:
-                self._cut_run(run)
+            if attempt.spent:
+                self._cut_attempt(attempt)
             else:
-                self._fail_run(run, one_line(error))
+                self._fail_attempt(attempt, one_line(error))
         else:
-            self._finish_run(run, AttemptDone(run.number, [], reward, metrics), spent=run.spent)
+            self._finish_attempt(attempt, AttemptDone(attempt.number, [], reward, metrics), spent=attempt.spent)
 
-    def _cut_run(self, run: Run, what: str = "its budget") -> None:
+    def _cut_attempt(self, attempt: Attempt, what: str = "its budget") -> None:
         """Budget exhausted: keep what was generated; do not retry."""
-        self._finish_run(run, AttemptDone(run.number, [], None, {}), spent=True, what=what)
+        self._finish_attempt(attempt, AttemptDone(attempt.number, [], None, {}), spent=True, what=what)
 
-    def _finish_run(self, run: Run, done: AttemptDone, *, spent: bool = False, what: str = "") -> None:
+    def _finish_attempt(self, attempt: Attempt, done: AttemptDone, *, spent: bool = False, what: str = "") -> None:
         try:
-            self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
+            self._engine.send(replace(attempt.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
         except (
             AsyncFlowError,
             TypeError,
             ValueError,
         ) as error:  # including what cannot be encoded: text that is not Unicode
-            self._fail_run(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
+            self._fail_attempt(attempt, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
-        self._end_run(run)
+        self._end_attempt(attempt)
 
-    def _fail_run(self, run: Run, text: str, *, attempts: int = 1) -> None:
+    def _fail_attempt(self, attempt: Attempt, text: str, *, attempts: int = 1) -> None:
         text = printable(text)
-        if run.attempt + 1 < self._setup.max_attempts:
-            self._engine.send(Retried(run.begin.ticket, text, attempts))
-            self._restart_run(run, pays=True)
+        if attempt.nth + 1 < self._setup.max_attempts:
+            self._engine.send(Retried(attempt.begin.ticket, text, attempts))
+            self._restart_attempt(attempt, pays=True)
         else:
-            self._end_run(run)
-            self._engine.send(Failed(run.begin.ticket, text, attempts=attempts))
+            self._end_attempt(attempt)
+            self._engine.send(Failed(attempt.begin.ticket, text, attempts=attempts))
 
-    def _restart_run(self, run: Run, *, pays: bool = False) -> None:
-        self._end_run(run)
-        self._start_run(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
+    def _restart_attempt(self, attempt: Attempt, *, pays: bool = False) -> None:
+        self._end_attempt(attempt)
+        self._start_attempt(attempt.begin, nth=attempt.nth + pays, num_deaths=attempt.num_deaths)
 
-    def _end_run(self, run: Run) -> None:
-        """Drop a run: revoke its key, cancel its calls and program, and tell its function to stop."""
-        run.ended = True
-        del self._runs[run.number]
+    def _end_attempt(self, attempt: Attempt) -> None:
+        """Drop an attempt: revoke its key, cancel its calls and program, and tell its function to stop."""
+        attempt.ended = True
+        del self._attempts[attempt.number]
         if self._gateway is not None:
-            del self._keys[run.key]
-            self._gateway.close(run.key)
-        if (deadline := self._deadlines.pop(run, None)) is not None:
+            del self._keys[attempt.key]
+            self._gateway.close(attempt.key)
+        if (deadline := self._deadlines.pop(attempt, None)) is not None:
             deadline.cancel()
-        for task in self._work.pop(run):
+        for task in self._work.pop(attempt):
             # The caller may be one of these tasks.
             if task is not asyncio.current_task():
                 task.cancel()
-        if (worker := self._in.pop(run, None)) is not None:
-            worker.end(run.number, within_s=CANCEL_S)
+        if (worker := self._in.pop(attempt, None)) is not None:
+            worker.end(attempt.number, within_s=CANCEL_S)
 
     @property
     def _base_url(self) -> str:

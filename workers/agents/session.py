@@ -43,7 +43,9 @@ class _Node:
 
 
 class Session:
-    """Records the calls of one rollout: prompt(messages) -> the engine draws -> record(prompt, drawn) ... samples()
+    """Records the calls of one rollout.
+
+        make_prompt(messages) -> the engine draws -> record_reply(prompt, drawn) ... collect_samples()
 
     Attributes:
         num_turns: recorded calls.

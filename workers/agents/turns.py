@@ -133,7 +133,7 @@ class Reply(Utterance):
 
     Attributes:
         token_ids: as drawn.
-        node, run: identify them: piece `node` of the rollout's attempt `run`.
+        node, attempt_id: identify them: piece `node` of one attempt at the rollout.
         log_probs: of each drawn token, at the time it was drawn.
         prompt_tokens: length of the prompt.
         stop: the string that ended it, or "".
@@ -141,7 +141,7 @@ class Reply(Utterance):
 
     token_ids: list[int]
     node: int
-    run: int = 0
+    attempt_id: int = 0
     log_probs: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     stop: str = ""

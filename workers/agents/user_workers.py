@@ -39,10 +39,10 @@ _LONGEST_STACK = 2**16
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """How a worker ended, in words, and the run whose code was running or did not end (`NOBODY`: unknown)."""
+    """How a worker ended, in words, and the attempt whose code was running or did not end (`NOBODY`: unknown)."""
 
     how: str
-    run: int
+    attempt_id: int
 
 
 Heard = Ask | Begun | AttemptDone | Raised | WorkerDeath
@@ -60,7 +60,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         super().__init__("workers.agents.worker", FromWorker, self._page)
         self._tell = tell
         self._stall_timeout_s = stall_timeout_s
-        self._rollouts: dict[int, str] = {}  # run -> its scratch directory
+        self._rollouts: dict[int, str] = {}  # attempt -> its scratch directory
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
         self._last_turn = 0.0  # when its loop was last known to run: it answered, or a rollout took a step
@@ -100,36 +100,36 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         return len(self._rollouts)
 
     def begin(self, start: Start) -> None:
-        self._rollouts[start.run] = start.scratch
+        self._rollouts[start.attempt_id] = start.scratch
         self.send(start)
 
-    def end(self, run: int, *, within_s: float) -> None:
+    def end(self, attempt_id: int, *, within_s: float) -> None:
         """Cancel a rollout if it runs; kill the process if the rollout does not end within `within_s`."""
-        if run not in self._rollouts or run in self._ending or not self.alive:
+        if attempt_id not in self._rollouts or attempt_id in self._ending or not self.alive:
             return
-        self.send(StopAttempt(run))
-        self._await_end(run, within_s)
+        self.send(StopAttempt(attempt_id))
+        self._await_end(attempt_id, within_s)
 
     def kill(self, how: str) -> None:
-        """Kill the process and everything that it started; `died` follows."""
+        """Kill the process and everything that it started; `WorkerDeath` follows."""
         if self.alive:
             self._how = how
         self.alive = False
         self.kill_process()
 
-    def _await_end(self, run: int, within_s: float) -> None:
+    def _await_end(self, attempt_id: int, within_s: float) -> None:
         self.send(PingLoop())
         loop = asyncio.get_running_loop()
-        self._ending[run] = loop.call_later(within_s, self._kill_if_late, run, within_s, loop.time())
+        self._ending[attempt_id] = loop.call_later(within_s, self._kill_if_late, attempt_id, within_s, loop.time())
 
-    def _kill_if_late(self, run: int, within_s: float, since: float) -> None:
+    def _kill_if_late(self, attempt_id: int, within_s: float, since: float) -> None:
         """Kill the process because a rollout did not end."""
         # The loop itself has hung since, maybe in another rollout's code: leave it to `_watch_stalls`.
         if self._last_pong <= since:
-            self._await_end(run, within_s)
+            self._await_end(attempt_id, within_s)
             return
         if self.alive:  # otherwise it is already being killed for another reason
-            self._culprit = run
+            self._culprit = attempt_id
         self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
     async def kill_and_wait(self, *, within_s: float = 0.0) -> None:
@@ -153,7 +153,7 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
                 self._last_pong = self._last_turn = asyncio.get_running_loop().time()
             case Ask() | Begun():
                 self._tell(self, message)
-            case AttemptDone() | Raised() if self._forget_rollout(message.run):
+            case AttemptDone() | Raised() if self._forget_rollout(message.attempt_id):
                 self._tell(self, message)
 
     async def _bury_process(self) -> None:
@@ -173,10 +173,10 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         for scratch in self._rollouts.values():
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
-    def _forget_rollout(self, run: int) -> bool:
+    def _forget_rollout(self, attempt_id: int) -> bool:
         """Forget a rollout that ended; return whether its owner still wants to know."""
-        self._rollouts.pop(run, None)
-        timer = self._ending.pop(run, None)
+        self._rollouts.pop(attempt_id, None)
+        timer = self._ending.pop(attempt_id, None)
         if timer is not None:
             timer.cancel()
         return timer is None

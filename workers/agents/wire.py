@@ -6,7 +6,7 @@ Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the f
 Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
               <- Finished 7 -  checks            <- AttemptDone 1 -  returned samples
 
-A ticket identifies a rollout, a run one attempt at it; the asking side numbers its calls.
+A ticket identifies a rollout, `attempt_id` one attempt at it; the asking side numbers its calls.
 """
 
 import asyncio
@@ -173,7 +173,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Call the user's function."""
 
-    run: int  # identifies this attempt at the rollout
+    attempt_id: int
     rollout: Begin
     attempt: int  # from 0
     # base_url, key: of the session, for an agent
@@ -186,13 +186,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class Begun(msgspec.Struct, frozen=True, tag=True):
     """The function of a rollout was called: its time begins."""
 
-    run: int
+    attempt_id: int
 
 
 class StopAttempt(msgspec.Struct, frozen=True, tag=True):
     """Cancel a rollout: its time is up, or it was abandoned."""
 
-    run: int
+    attempt_id: int
 
 
 class PingLoop(msgspec.Struct, frozen=True, tag=True):
@@ -207,7 +207,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """Have the policy reply."""
 
     number: int  # of the call
-    run: int
+    attempt_id: int
     request: ChatRequest
 
 
@@ -229,7 +229,7 @@ class NotTold(msgspec.Struct, frozen=True, tag=True):
 class AttemptDone(msgspec.Struct, frozen=True, tag=True):
     """The function returned."""
 
-    run: int
+    attempt_id: int
     nodes: list[int]  # drawn pieces; each that no other continues ends a sample. Empty: all pieces.
     reward: float | None
     metrics: dict[str, float]
@@ -239,7 +239,7 @@ class AttemptDone(msgspec.Struct, frozen=True, tag=True):
 class Raised(msgspec.Struct, frozen=True, tag=True):
     """The function raised; `skipped`: by `context.skip`; `spent`: it let `BudgetSpent` through."""
 
-    run: int
+    attempt_id: int
     text: str
     skipped: bool = False
     spent: bool = False

@@ -3,8 +3,8 @@
     python -m workers.agents.worker PARENT_PID SOCKET MARK
 
 It holds neither weights nor an engine, and imports torch only if the user's module does. While a step of a rollout's
-coroutines executes, the shared file MARK names its run. So when the process dies or its loop hangs, the service knows
-whose code it was; it then requests the stack with a signal, which is written after the mark.
+coroutines executes, the shared file MARK names its attempt. So when the process dies or its loop hangs, the service
+knows whose code it was; it then requests the stack with a signal, which is written after the mark.
 
 Rollouts start at the pace that the loop sustains (`StartPace`): otherwise a thousand of them, each blocking the loop
 for 40 ms, would block it for 40 s.
@@ -63,7 +63,7 @@ from workers.settings.rollout import FUNCTIONS
 NOBODY = -1
 """In the shared file: no rollout's code is running."""
 MARK = struct.Struct("qq")
-"""Which run's code is running, and how many steps have begun so far. A requested stack is written after it."""
+"""Which attempt's code is running, and how many steps have begun so far. A requested stack is written after it."""
 STACK_SIGNAL = signal.SIGUSR2
 OUT_OF_MEMORY = 77
 """Exit code."""
@@ -72,7 +72,7 @@ _MOST_STARTS = 64
 
 # Path prefixes of AsyncFlow's own workers and of Python's library
 _NOT_USERS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parents[1]))
-_run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
+_attempt: contextvars.ContextVar[int] = contextvars.ContextVar("attempt", default=NOBODY)
 _steps = itertools.count(1)
 
 
@@ -148,7 +148,7 @@ class Worker:
                     self._in_line.append(message)
                     self._came.set()
                 case StopAttempt():
-                    self._stop_rollout(message.run)
+                    self._stop_rollout(message.attempt_id)
                 case Told():
                     self._asked.settle(message.number, message.reply)
                 case NotTold():
@@ -174,26 +174,26 @@ class Worker:
             pace.turn_took(loop.time() - before)
 
     def _begin_rollout(self, start: Start) -> None:
-        self._channel.send(Begun(start.run))
-        # The task copies the current context, and with it the run; see `_marked`.
-        token = _run.set(start.run)
-        self._running[start.run] = asyncio.create_task(self._run_rollout(start))
-        _run.reset(token)
+        self._channel.send(Begun(start.attempt_id))
+        # The task copies the current context, and with it the attempt; see `_marked`.
+        token = _attempt.set(start.attempt_id)
+        self._running[start.attempt_id] = asyncio.create_task(self._run_rollout(start))
+        _attempt.reset(token)
 
-    def _stop_rollout(self, run: int) -> None:
-        if (task := self._running.get(run)) is not None:
+    def _stop_rollout(self, attempt_id: int) -> None:
+        if (task := self._running.get(attempt_id)) is not None:
             # After its first step: a task cancelled before that would never report its end.
             asyncio.get_running_loop().call_soon(task.cancel)
             return
-        waiting = [start for start in self._in_line if start.run == run]
+        waiting = [start for start in self._in_line if start.attempt_id == attempt_id]
         for start in waiting:
             self._in_line.remove(start)
-            self._channel.send(Raised(run, "it was stopped before it began"))
+            self._channel.send(Raised(attempt_id, "it was stopped before it began"))
 
-    async def ask(self, run: int, request: ChatRequest) -> Reply:
+    async def ask(self, attempt_id: int, request: ChatRequest) -> Reply:
         with self._asked.call() as (number, reply):
             try:
-                self._channel.send(Ask(number, run, request))
+                self._channel.send(Ask(number, attempt_id, request))
             except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not representable in msgpack
                 raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
             return await reply
@@ -203,38 +203,38 @@ class Worker:
         try:
             outcome = replace(await self._body(start), cpu_s=self._cpu.since_last())
         except BudgetSpent as error:
-            outcome = Raised(start.run, str(error), spent=True)
+            outcome = Raised(start.attempt_id, str(error), spent=True)
         except TaskSkipped as error:
-            outcome = Raised(start.run, str(error), skipped=True)
+            outcome = Raised(start.attempt_id, str(error), skipped=True)
         except BaseException as error:  # noqa: BLE001  boundary to user code, which may call sys.exit
-            outcome = self._make_raised(start.run, error)
+            outcome = self._make_raised(start.attempt_id, error)
         finally:
-            del self._running[start.run]
+            del self._running[start.attempt_id]
         try:
             self._channel.send(outcome)
         except (TypeError, ValueError, OverflowError) as error:  # text that is not Unicode, a number out of range
-            self._channel.send(Raised(start.run, f"its result cannot be passed on: {one_line(error)}"))
+            self._channel.send(Raised(start.attempt_id, f"its result cannot be passed on: {one_line(error)}"))
         if Path(start.scratch).exists():
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
 
-    def _make_raised(self, run: int, error: BaseException) -> Raised:
+    def _make_raised(self, attempt_id: int, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
             self._told = True
             traceback.print_exception(error)
         if isinstance(error, MemoryError):  # what this process holds would make the next rollout fail too
             os._exit(OUT_OF_MEMORY)
         why = " (rollout.max_file_gb)" if isinstance(error, OSError) and error.errno == errno.EFBIG else ""
-        return Raised(run, one_line(error) + why + _where(error))
+        return Raised(attempt_id, one_line(error) + why + _where(error))
 
     async def _call_function(self, start: Start) -> AttemptDone:
         deadline, scratch = time.monotonic() + start.timeout_s, Path(start.scratch)
         context = Context(deadline, scratch, self.tools, start.attempt, self._models)
-        returned = await self._rollout(task_of(start.rollout), Model(partial(self.ask, start.run)), context)
-        return _done(start.run, returned, context.metrics)
+        returned = await self._rollout(task_of(start.rollout), Model(partial(self.ask, start.attempt_id)), context)
+        return _done(start.attempt_id, returned, context.metrics)
 
     async def _call_agent(self, start: Start) -> AttemptDone:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
-        return AttemptDone(start.run, [], *reward_of(returned))
+        return AttemptDone(start.attempt_id, [], *reward_of(returned))
 
 
 def _where(error: BaseException) -> str:
@@ -247,11 +247,11 @@ def _where(error: BaseException) -> str:
 
 
 class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are marked with the run that they belong to."""
+    """A coroutine whose steps are marked with the attempt that they belong to."""
 
-    def __init__(self, inner: Coroutine[Any, Any, Any], run: int, mark: mmap.mmap) -> None:
+    def __init__(self, inner: Coroutine[Any, Any, Any], attempt_id: int, mark: mmap.mmap) -> None:
         self._inner = inner
-        self._run = run
+        self._attempt_id = attempt_id
         self._mark = mark
         self.__name__ = getattr(inner, "__name__", "coroutine")
         self.__qualname__ = getattr(inner, "__qualname__", "coroutine")
@@ -264,7 +264,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
         number = next(_steps)
-        MARK.pack_into(self._mark, 0, self._run, number)
+        MARK.pack_into(self._mark, 0, self._attempt_id, number)
         try:
             return step(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would stop the loop, and with it all other rollouts
@@ -282,11 +282,11 @@ class _Marked(Coroutine[Any, Any, Any]):
 def _marked(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], mark: mmap.mmap, **more: Any
 ) -> "asyncio.Task[Any]":
-    """Create a task; tasks created by a rollout's code, however deeply nested, inherit its run."""
+    """Create a task; tasks created by a rollout's code, however deeply nested, inherit its attempt."""
     context = more.get("context")
-    run = _run.get() if context is None else context.get(_run, NOBODY)
-    if run != NOBODY and asyncio.iscoroutine(coroutine):
-        coroutine = _Marked(coroutine, run, mark)
+    attempt_id = _attempt.get() if context is None else context.get(_attempt, NOBODY)
+    if attempt_id != NOBODY and asyncio.iscoroutine(coroutine):
+        coroutine = _Marked(coroutine, attempt_id, mark)
     return asyncio.Task(coroutine, loop=loop, **more)
 
 
@@ -305,13 +305,13 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
     return found
 
 
-def _done(run: int, returned: Any, logged: Mapping[str, float]) -> AttemptDone:
+def _done(attempt_id: int, returned: Any, logged: Mapping[str, float]) -> AttemptDone:
     """Check what a rollout function returned; raises UserCodeFailed if it is unusable."""
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         kinds = type(returned).__name__ if not isinstance(returned, list) else [type(one).__name__ for one in returned]
         raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of samples")
-    if any(sample.run != run for sample in samples):
+    if any(sample.attempt_id != attempt_id for sample in samples):
         raise UserCodeFailed("the rollout function returned a sample of another rollout; return one of its own chats")
     nodes = [sample.node for sample in samples]
     if len(set(nodes)) < len(nodes):
@@ -323,7 +323,7 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> AttemptDone:
     for sample in samples:
         metrics |= metrics_of(sample.metrics)
     nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
-    return AttemptDone(run, nodes, rewards.pop() if rewards else None, metrics)
+    return AttemptDone(attempt_id, nodes, rewards.pop() if rewards else None, metrics)
 
 
 if __name__ == "__main__":

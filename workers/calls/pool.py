@@ -109,7 +109,7 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
             self._alone = False
 
     def terminate(self) -> None:
-        """Ask its function to leave, if it has a handler for SIGTERM; see `outlive_stop_signals`."""
+        """Ask its function to leave, if it has a handler for SIGTERM; see `child_process.parent_socket`."""
         # Not `Popen.terminate`: it would reap a dead child, and `kill` then no longer ends what that one started.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -36,7 +36,7 @@ from workers.tasks.graph import task_of
 
 # Leases prompts for one instance in a thread while it generates, so that a free place is filled at once.
 #
-#     instance   want(3, version=7) ........ take() -> leases ......... want(1, version=7) ... needed_version() == 8
+#     instance   want_rows(3, version=7) ... take_leases() -> leases . want_rows(1, version=7) .. needed_version() == 8
 #     thread               fetch (parks) -> get prompts -> wake the instance    fetch -> only newer weights start more
 #
 # It leases no more than the instance has places for (except for the rest of a group, which is leased as a whole): rows
@@ -140,12 +140,14 @@ _LOOK_S = 0.5  # how often an idle instance checks whether the run stops (s)
 
 
 def run_rollout(context: WorkerContext) -> None:
-    rollout = Rollout(context)
+    rollout = RolloutLoop(context)
     rollout.generate_until_stopped()
     rollout.close()
 
 
-class Rollout:
+class RolloutLoop:
+    """One instance's loop; see the module."""
+
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
         self._context = context

@@ -142,13 +142,13 @@ class TaskChain:
         """Step of the oldest weights that gate rows; None: no weights do."""
         return min((task.version for task in self._tasks.values() if task.version is not None), default=None)
 
-    def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
-        """Return the batch with the outputs of all tasks. `round_rows`: most rows of any rank of the gang, the same on
-        all ranks; 0: there is only one rank."""
+    def add_columns(self, batch: PackedBatch, *, step: int, largest_slice: int = 0) -> PackedBatch:
+        """Return the batch with the outputs of all tasks. `largest_slice`: most rows of any rank of the gang, the same
+        on all ranks; 0: there is only one rank."""
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
                 with self._context.timeline.span(name, step=step, rows=len(batch)):
-                    columns = self._compute_shared(task, batch, step, max(len(batch), round_rows))
+                    columns = self._compute_shared(task, batch, step, max(len(batch), largest_slice))
                 batch = batch.with_columns(columns)
         return batch
 
@@ -161,14 +161,16 @@ class TaskChain:
         for task in self._tasks.values():
             task.close()
 
-    def _compute_shared(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+    def _compute_shared(
+        self, task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int
+    ) -> Mapping[str, Column]:
         if self._peers is None or task.collective:
-            return self._on_rows(task, batch, step, round_rows)
-        return self._peers.share_columns(self._on_rows(task, batch, step, round_rows) if self._peers.leads else None)
+            return self._on_rows(task, batch, step, largest_slice)
+        return self._peers.share_columns(self._on_rows(task, batch, step, largest_slice) if self._peers.leads else None)
 
-    def _on_rows(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+    def _on_rows(self, task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int) -> Mapping[str, Column]:
         if task.cut is None:
-            return _compute(task, batch, step, round_rows)
+            return _compute(task, batch, step, largest_slice)
         samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in SAMPLE_COLUMNS if len(batch)}))
         cuts = micro_batches(samples, task.cut)
         most = max_over_ranks(len(cuts)) if task.collective else len(cuts)
@@ -183,10 +185,10 @@ class TaskChain:
         return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}
 
 
-def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+def _compute(task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int) -> Mapping[str, Column]:
     """Compute in pieces of `task.num_rows`; a collective task in as many pieces as the fullest rank has."""
     parts = []
-    for start in range(0, round_rows if task.collective else len(batch), task.num_rows):
+    for start in range(0, largest_slice if task.collective else len(batch), task.num_rows):
         positions = range(start, min(start + task.num_rows, len(batch)))
         whole = len(positions) == len(batch)
         part = batch if whole else batch.select(positions) if positions else _EMPTY

@@ -1,7 +1,18 @@
-"""The actor loop: train, publish and record every step, and start its checkpoint.
+"""The loops of the actor and of a critic in a role of its own.
+
+The actor trains, publishes and records every step, and starts its checkpoint:
 
 next step -> train, publish weights, record (`workers.trainer.step_trainer`) -> checkpoint -> next step
                                                                    '-- written in the background
+
+The critic estimates the values of every step's responses, then updates:
+
+round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
+last round has arrived  -> the actor committed to step s -> update ... -> report
+
+It updates only after the step's last row, so all values of a step come from the same weights, while the actor still
+gets advantages as rows arrive. `workers.rank.actor_critic_channel` describes how the two stay in step. `CriticSaver`
+writes the critic's part of a checkpoint.
 """
 
 import contextlib
@@ -313,16 +324,6 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         waits=lambda: context.report_state("saving"),
         warn=context.warn_user if context.rank == 0 else lambda _: None,
     )
-
-
-# The loop of a critic in a role of its own: estimate the values of every step's responses, then update.
-#
-#     round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
-#     last round has arrived  -> the actor committed to step s -> update ... -> report
-#
-# The critic updates only after the step's last row, so all values of a step come from the same weights, while the
-# actor still gets advantages as rows arrive. `workers.rank.actor_critic_channel` describes how the two stay in step.
-# `CriticSaver` writes the critic's part of a checkpoint.
 
 
 def run_critic(context: WorkerContext) -> None:

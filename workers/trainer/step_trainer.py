@@ -150,14 +150,14 @@ class StepTrainer:
             yield batch
 
     def _with_columns(self, batch: PackedBatch, record: StepRecord) -> RankRound:
-        round_rows = self._loader.round_rows
-        batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
+        largest_slice = self._loader.largest_slice
+        batch = self._columns.add_columns(batch, step=record.step, largest_slice=largest_slice)
         self._role.take_round(batch, record)
         # Only the assignment to several mini-batches needs the total over all ranks.
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts) if several else len(batch)
         samples = samples_of(batch)
-        return RankRound(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
+        return RankRound(samples, self._micro_batches(samples, largest_slice), total_rows, self._drawn_by(batch))
 
     def _drawn_by(self, batch: PackedBatch) -> Sequence[int]:
         if self._tri_model is None:
@@ -166,14 +166,14 @@ class StepTrainer:
         parts = gather(self._tri_model.versions_of(batch))
         return sorted({version for part in parts for version in part})
 
-    def _micro_batches(self, batch: PackedBatch, round_rows: int) -> list[Sequence[int]]:
+    def _micro_batches(self, batch: PackedBatch, largest_slice: int) -> list[Sequence[int]]:
         training = self._training
         cuts = micro_batches(batch, training)
         if training.max_tokens_per_micro_batch:
             most = max_over_ranks(len(cuts))
         else:
-            # By count, the number of micro-batches follows from the round's rows: no need to ask the other ranks.
-            most = -(-round_rows // training.micro_batch_size)
+            # By rows, the largest slice gives the number: no need to ask the other ranks.
+            most = -(-largest_slice // training.micro_batch_size)
         # Passes are collective, so ranks with fewer micro-batches add empty ones.
         return [*cuts, *([range(0)] * (most - len(cuts)))]
 

@@ -25,7 +25,7 @@ class Policy:
 
     async def __call__(self, request: ChatRequest) -> Reply:
         self.requests.append(request)
-        return Reply({"role": "assistant", "content": "42"}, "stop", [4, 2], len(self.requests) - 1, run=7)
+        return Reply({"role": "assistant", "content": "42"}, "stop", [4, 2], len(self.requests) - 1, attempt_id=7)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_samples_know_the_rollout_that_drew_them() -> None:
         first, _ = await chat.reply(), await chat.reply()
         return [chat.sample(), chat.fork().sample(), model.sample(first)]
 
-    assert [(one.node, one.earlier, one.run) for one in asyncio.run(samples())] == [
+    assert [(one.node, one.earlier, one.attempt_id) for one in asyncio.run(samples())] == [
         (1, (0,), 7),
         (1, (0,), 7),
         (0, (), 7),

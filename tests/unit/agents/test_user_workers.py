@@ -132,12 +132,12 @@ class Owner:
 
     def __call__(self, worker: UserWorker, message: Heard) -> None:
         match message:
-            case Ask(number, run, request):
+            case Ask(number, attempt_id, request):
                 self.asks.append(message)
                 reply = {"role": "assistant", "content": request.messages[-1]["content"] + "!"}
-                worker.send(Told(number, Reply(reply, "stop", [1, 2], len(self.asks), run)))
-            case Begun(run):
-                self.began.append(run)
+                worker.send(Told(number, Reply(reply, "stop", [1, 2], len(self.asks), attempt_id)))
+            case Begun(attempt_id):
+                self.began.append(attempt_id)
             case _:
                 self.told.put_nowait(message)
 
@@ -150,9 +150,9 @@ def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Se
     )  # fmt: skip
 
 
-def start_of(users: Path, run: int, question: str) -> Start:
-    begin = Begin(ticket=run, task=f'{{"question": "{question}"}}', index=run, group=0, member=0, seed=1)
-    return Start(run, begin, 0, "", "", 60.0, str(users / str(run)))
+def start_of(users: Path, attempt_id: int, question: str) -> Start:
+    begin = Begin(ticket=attempt_id, task=f'{{"question": "{question}"}}', index=attempt_id, group=0, member=0, seed=1)
+    return Start(attempt_id, begin, 0, "", "", 60.0, str(users / str(attempt_id)))
 
 
 async def told_by(
@@ -160,8 +160,8 @@ async def told_by(
 ) -> tuple[list[object], Owner]:
     owner = Owner()
     worker = await UserWorker.start(setup_of(users, function, stall_timeout_s=stall_timeout_s), owner)
-    for run, question in enumerate(questions, start=1):
-        worker.begin(start_of(users, run, question))
+    for attempt_id, question in enumerate(questions, start=1):
+        worker.begin(start_of(users, attempt_id, question))
     told: list[object] = [await asyncio.wait_for(owner.told.get(), 60) for _ in range(number)]
     await worker.kill_and_wait()
     return told, owner
@@ -170,18 +170,18 @@ async def told_by(
 def test_a_function_talks_and_returns_a_sample_with_its_reward(users: Path) -> None:
     (done,), owner = asyncio.run(told_by(users, "talk", "hello"))
     assert isinstance(done, AttemptDone)
-    assert (done.run, done.reward, done.metrics) == (1, 6.0, {"seen": 2.0})
+    assert (done.attempt_id, done.reward, done.metrics) == (1, 6.0, {"seen": 2.0})
     assert done.nodes == [3]
-    assert [ask.run for ask in owner.asks] == [1, 1, 1]
+    assert [ask.attempt_id for ask in owner.asks] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("question", "words"), [("raise", "it broke"), ("wrong", "returned int"), ("skip", "too easy")]
 )
-def test_what_a_function_raises_is_told_with_its_run(users: Path, question: str, words: str) -> None:
+def test_what_a_function_raises_is_told_with_its_attempt(users: Path, question: str, words: str) -> None:
     (raised,), _ = asyncio.run(told_by(users, "odd", question))
     assert isinstance(raised, Raised)
-    assert raised.run == 1
+    assert raised.attempt_id == 1
     assert words in raised.text
     assert raised.skipped == (question == "skip")
 
@@ -189,15 +189,15 @@ def test_what_a_function_raises_is_told_with_its_run(users: Path, question: str,
 @pytest.mark.parametrize(("question", "words"), [("float", "max_tokens is 4.5"), ("exit", "SystemExit: 4")])
 def test_a_mistake_costs_the_rollout_that_makes_it_and_no_other(users: Path, question: str, words: str) -> None:
     told, _ = asyncio.run(told_by(users, "careless", "wait", question, number=2))
-    by_run = {getattr(one, "run", None): one for one in told}
-    assert isinstance(by_run[1], AttemptDone)
-    assert isinstance(by_run[2], Raised)
-    assert words in by_run[2].text
+    by_attempt = {getattr(one, "attempt_id", None): one for one in told}
+    assert isinstance(by_attempt[1], AttemptDone)
+    assert isinstance(by_attempt[2], Raised)
+    assert words in by_attempt[2].text
 
 
 def test_a_callback_that_exits_ends_no_rollout(users: Path) -> None:
     told, _ = asyncio.run(told_by(users, "careless", "wait", "exit in a callback", number=2))
-    assert sorted(one.run for one in told if isinstance(one, AttemptDone)) == [1, 2]
+    assert sorted(one.attempt_id for one in told if isinstance(one, AttemptDone)) == [1, 2]
 
 
 def test_a_sample_of_another_rollout_is_refused(users: Path) -> None:
@@ -209,13 +209,13 @@ def test_a_sample_of_another_rollout_is_refused(users: Path) -> None:
 def test_a_process_that_ends_names_the_rollout_whose_code_ran_though_in_a_task_of_its_own(users: Path) -> None:
     (death,), _ = asyncio.run(told_by(users, "odd", "wait", "die", "wait"))
     assert isinstance(death, WorkerDeath)
-    assert death.run == 2
+    assert death.attempt_id == 2
 
 
 def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_line(users: Path) -> None:
     (death,), _ = asyncio.run(told_by(users, "odd", "wait", "block", stall_timeout_s=2.0))
     assert isinstance(death, WorkerDeath)
-    assert death.run == 2
+    assert death.attempt_id == 2
     line = 1 + next(at for at, text in enumerate(MODULE.splitlines()) if text.strip() == "time.sleep(1000)")
     assert f"event loop for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
 
@@ -337,7 +337,7 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
 
     death = asyncio.run(run())
     assert isinstance(death, WorkerDeath)
-    assert death.run == 2
+    assert death.attempt_id == 2
     assert "cancelled" in death.how
 
 
@@ -345,8 +345,8 @@ async def death_after_cancelling(users: Path, *questions: str) -> object:
     """Begin rollouts, cancel the first once all have asked, and return how their process ended."""
     owner = Owner()
     worker = await UserWorker.start(setup_of(users, "odd", stall_timeout_s=3.0), owner)
-    for run, question in enumerate(questions, start=1):
-        worker.begin(start_of(users, run, question))
+    for attempt_id, question in enumerate(questions, start=1):
+        worker.begin(start_of(users, attempt_id, question))
     while len(owner.asks) < len(questions):
         await asyncio.sleep(0.01)
     worker.end(1, within_s=0.5)
@@ -357,13 +357,13 @@ async def death_after_cancelling(users: Path, *questions: str) -> object:
 
 def test_a_late_cancellation_blames_who_did_not_end_and_not_whose_code_happens_to_run(users: Path) -> None:
     death = asyncio.run(death_after_cancelling(users, "deaf", "busy"))
-    assert isinstance(death, WorkerDeath) and death.run == 1
+    assert isinstance(death, WorkerDeath) and death.attempt_id == 1
 
 
 def test_a_cancellation_that_a_blocked_loop_holds_up_blames_who_blocks_it(users: Path) -> None:
     death = asyncio.run(death_after_cancelling(users, "wait", "block"))
     assert isinstance(death, WorkerDeath)
-    assert death.run == 2 and "event loop" in death.how
+    assert death.attempt_id == 2 and "event loop" in death.how
 
 
 def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_service_that_closes_does_not_wait_for_workers_that_are_being_replaced
     async def run() -> bool:
         service: Any = object.__new__(Service)
         replacing = asyncio.get_running_loop().create_task(asyncio.sleep(1000))
-        service._runs, service._workers, service._gateway, service._replacing = {}, [], None, {replacing}
+        service._attempts, service._workers, service._gateway, service._replacing = {}, [], None, {replacing}
         await asyncio.wait_for(service.close(), 30)
         return replacing.cancelled()
 

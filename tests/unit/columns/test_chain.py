@@ -84,9 +84,9 @@ def test_rows_come_in_pieces_of_what_a_task_takes(monkeypatch: pytest.MonkeyPatc
 def test_ranks_without_rows_compute_collective_tasks_as_often_as_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, together = Plus("a", "b", num_rows=2), Plus("a", "c", num_rows=2, collective=True)
     tasks = make(monkeypatch, b=alone, c=together)
-    assert tasks.add_columns(EMPTY, step=1, round_rows=5) == EMPTY
+    assert tasks.add_columns(EMPTY, step=1, largest_slice=5) == EMPTY
     assert (alone.sizes, together.sizes) == ([], [0, 0, 0])
-    assert tasks.add_columns(rows(3), step=1, round_rows=5)["c"].values.tolist() == [1, 2, 3]
+    assert tasks.add_columns(rows(3), step=1, largest_slice=5)["c"].values.tolist() == [1, 2, 3]
     assert (alone.sizes, together.sizes[3:]) == ([2, 1], [2, 1, 0])
 
 
@@ -150,9 +150,9 @@ def test_rows_of_several_samples_are_computed_in_pieces_that_fit_the_tokens(monk
 
 def test_ranks_compute_as_many_pieces_as_the_rank_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks, task = cut_tasks(monkeypatch, collective=True, most=3)
-    assert tasks.add_columns(EMPTY, step=1, round_rows=5) == EMPTY
+    assert tasks.add_columns(EMPTY, step=1, largest_slice=5) == EMPTY
     assert task.forwards == [[], [], []]
-    tasks.add_columns(rollouts([4, 4]), step=1, round_rows=5)
+    tasks.add_columns(rollouts([4, 4]), step=1, largest_slice=5)
     assert task.forwards[3:] == [[4, 4], [], []]
 
 

@@ -35,7 +35,7 @@ class Loader:
     def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
         self._batches = batches[:-1] if stops else batches
         self.stopped, self._stops = False, stops
-        self.round_rows, self.round_partition = SIZE, STEP
+        self.largest_slice, self.round_partition = SIZE, STEP
 
     def __iter__(self) -> Iterator[PackedBatch]:
         yield from self._batches

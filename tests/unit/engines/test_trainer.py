@@ -39,12 +39,12 @@ class Loader:
     def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
         self._batches = batches[:-1] if stops else batches
         self.stopped = False
-        self.round_rows, self.round_partition = 0, STEP
+        self.largest_slice, self.round_partition = 0, STEP
         self._stops = stops
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for batch in self._batches:
-            self.round_rows = len(batch)
+            self.largest_slice = len(batch)
             yield batch
         self.stopped = self._stops
 

@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import the models of ran
 from asyncflow.errors import AsyncFlowError
 from tq.control.events import (
     Answer,
-    Commit,
     Event,
-    Fence,
-    FenceAll,
     Fenced,
+    ForwardAck,
     GroupRemoved,
     Instruction,
-    Lost,
-    RemoveGroup,
+    OrderFenceRows,
+    OrderFenceTask,
+    OrderRemoveRows,
+    PutAgain,
     UnitGone,
     UnitLost,
 )
@@ -56,11 +56,11 @@ class ControlWorld:
     def __init__(self, *tasks: TaskSpec, **settings: Any) -> None:
         self.state = ControlState(tasks, **settings)
         self.answers: dict[int, Any] = {}
-        self.fences: list[Fence | FenceAll] = []
-        self.removals: list[RemoveGroup] = []
+        self.fences: list[OrderFenceRows | OrderFenceTask] = []
+        self.removals: list[OrderRemoveRows] = []
         self.removed_groups: list[GroupRemoved] = []
         self.lost: list[int] = []
-        self.commits: list[Commit] = []
+        self.commits: list[ForwardAck] = []
         self.unit_of: dict[int, str] = {}
         self._requests = 0
         self._lost_durably: dict[int, list[RowRecords]] = {}
@@ -78,15 +78,15 @@ class ControlWorld:
                 case Answer():
                     assert instruction.request not in self.answers, "a request was answered twice"
                     self.answers[instruction.request] = instruction.reply
-                case Fence() | FenceAll():
+                case OrderFenceRows() | OrderFenceTask():
                     self.fences.append(instruction)
-                case RemoveGroup():
+                case OrderRemoveRows():
                     self.removals.append(instruction)
                 case GroupRemoved():
                     self.removed_groups.append(instruction)
-                case Lost():
+                case PutAgain():
                     self.lost.extend(instruction.rows)
-                case Commit():
+                case ForwardAck():
                     self.commits.append(instruction)
         return instructions
 
@@ -113,24 +113,24 @@ class ControlWorld:
         num_bytes: int = 0,
         commits: dict[str, list[int]] | None = None,
         group_size: int = 0,
-        held: bool = False,
+        announced: bool = False,
     ) -> int:
         """A unit announces rows in groups of `size`; returns the request's number. Held ones wait for `confirm`."""
         rows = list(rows)
         groups = [row // size for row in rows]
         lengths = [tokens] * len(rows)
         event = RowsCreated(
-            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}, held
+            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}, announced
         )
         request = self.request(event)
-        if isinstance(self.answers.get(request), RowsAccepted) and not held:
+        if isinstance(self.answers.get(request), RowsAccepted) and not announced:
             self.unit_of.update(dict.fromkeys(rows, unit))
         return request
 
     def confirm(
         self, rows: Iterable[int], unit: str = "storage-0", *, commits: dict[str, list[int]] | None = None
     ) -> RowsAccepted:
-        """Every controller agreed to the rows of a held put."""
+        """Every controller agreed to the rows of an announced put."""
         rows = list(rows)
         reply = self.answers[self.request(RowsConfirmed(unit, rows, commits or {}))]
         assert isinstance(reply, RowsAccepted)
@@ -159,7 +159,7 @@ class ControlWorld:
         done: Sequence[str] = (),
         finished: Sequence[int] = (),
         deliveries: dict[str, list[int]] | None = None,
-        pending: bool = False,
+        announced: bool = False,
     ) -> UnitAccepted:
         """A unit registers with rows that are all alike."""
         rows = list(rows)
@@ -175,13 +175,13 @@ class ControlWorld:
             list(columns),
             list(done),
             deliveries or {},
-            pending,
+            announced,
         )
         records = [record] if rows else []
         request = self.request(
             RegisterUnit(unit, incarnation, records, {partition: list(finished)} if finished else {})
         )
-        if not pending:
+        if not announced:
             self.unit_of.update(dict.fromkeys(rows, unit))
         reply = self.answers[request]
         assert isinstance(reply, UnitAccepted)

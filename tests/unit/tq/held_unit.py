@@ -1,4 +1,4 @@
-"""A storage unit between several controllers, as random tests see it: held puts, one link to each, late messages."""
+"""A storage unit between several controllers, as random tests see it: announced puts, a link to each, late messages."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,7 +7,7 @@ from queue_model import SIZE, TASKS, partition_of
 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, RowsExist
 from tq import TaskSpec
-from tq.control.events import Fence, FenceAll
+from tq.control.events import OrderFenceRows, OrderFenceTask
 from tq.messages import (
     OutputsWritten,
     RegisterUnit,
@@ -39,7 +39,7 @@ class Kept:
     """A row at a unit."""
 
     columns: set[str]
-    pending: bool = True
+    unconfirmed: bool = True
     commits: dict[str, int] = field(default_factory=dict)
     fences: dict[str, int] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class Link:
     connected: bool = False
     noticed: bool = True
     outbox: list[tuple[Any, Change]] = field(default_factory=list)
-    owed: list[Fence | FenceAll] = field(default_factory=list)
+    owed: list[OrderFenceRows | OrderFenceTask] = field(default_factory=list)
 
 
 class HeldUnit:
@@ -122,7 +122,7 @@ class HeldUnit:
             self.rows[row] = Kept({"x"})
         groups = [row // SIZE for row in rows]
         created = RowsCreated(
-            self.name, partition_of(rows[0]), rows, groups, ["x"], [1] * len(rows), len(rows), SIZE, held=True
+            self.name, partition_of(rows[0]), rows, groups, ["x"], [1] * len(rows), len(rows), SIZE, announced=True
         )
         self.tell(Change("create", rows), created)
 
@@ -173,7 +173,7 @@ class HeldUnit:
         for row, kept in self.rows.items():
             columns, done = sorted(kept.columns), sorted(kept.commits)
             one = [row], [row // SIZE], [SIZE], [1], [1]
-            records.append(RowRecords(partition_of(row), *one, columns, done, pending=kept.pending))
+            records.append(RowRecords(partition_of(row), *one, columns, done, announced=kept.unconfirmed))
         finished: dict[int, list[int]] = {}
         for row in self.finished:
             finished.setdefault(partition_of(row), []).append(row)
@@ -239,7 +239,7 @@ class HeldUnit:
         self.tell(change, RowsConfirmed(self.name, change.rows, commits))
         for row in change.rows:
             if row in self.rows:
-                self.rows[row].pending = False
+                self.rows[row].unconfirmed = False
         self.sweep()
 
     def take_back(self, change: Change) -> None:
@@ -252,9 +252,9 @@ class HeldUnit:
             removed = RowsRemoved(self.name, partition_of(gone[0]), gone, RemovalReason.REFUSED)
             self.tell(Change("remove", gone), removed)
 
-    def fence(self, fence: Fence | FenceAll) -> None:
+    def fence(self, fence: OrderFenceRows | OrderFenceTask) -> None:
         """Refuse commits under void leases."""
-        if isinstance(fence, FenceAll):
+        if isinstance(fence, OrderFenceTask):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
         for row in fence.rows:
@@ -270,7 +270,7 @@ class HeldUnit:
                 kept = self.rows.get(row)
                 if kept is not None and task not in kept.commits:
                     kept.commits[task] = LEARNT
-                    if not kept.pending:
+                    if not kept.unconfirmed:
                         new.setdefault(task, []).append(row)
         if new:
             self.journal.apply_change(confirmation(self.name, new))
@@ -280,7 +280,7 @@ class HeldUnit:
     def sweep(self) -> None:
         """Rows that every task is done with go."""
         for row, kept in list(self.rows.items()):
-            if not kept.pending and len(kept.commits) == len(NAMES):
+            if not kept.unconfirmed and len(kept.commits) == len(NAMES):
                 self.finished[row] = kept.commits
                 del self.rows[row]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tq.control.events import Fence, FenceAll
+from tq.control.events import OrderFenceRows, OrderFenceTask
 from tq.control.state import ControlState, Recovering
 from tq.messages import FetchRows, RowRecords
 from tq.policies import TaskSpec
@@ -24,7 +24,7 @@ class Controller:
     def boot(self, recovering: Recovering | None) -> None:
         """Start, with what the earlier incarnation left."""
         self.starts += 1
-        self.fences: list[Fence | FenceAll] = []
+        self.fences: list[OrderFenceRows | OrderFenceTask] = []
         self.parked: dict[int, FetchRows] = {}
         first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
         self.state = ControlState(self.tasks, served=SERVED[self.name], first_token=first, recovering=recovering)

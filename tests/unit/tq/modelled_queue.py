@@ -18,7 +18,17 @@ from queue_model import (
 )
 
 from asyncflow.errors import AsyncFlowError, LeaseFenced, PeerRefused
-from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
+from tq.control.events import (
+    Answer,
+    Fenced,
+    ForwardAck,
+    OrderFenceRows,
+    OrderFenceTask,
+    PutAgain,
+    RecalledFinished,
+    RecalledLosses,
+    TasksWrite,
+)
 from tq.control.state import ControlState, Recovering
 from tq.messages import (
     AckLost,
@@ -73,7 +83,7 @@ class ModelledQueue:
         self.starts += 1
         self.requests_at_boot = self.requests
         self.met: set[str] = set()
-        self.fences: list[Fence | FenceAll] = []
+        self.fences: list[OrderFenceRows | OrderFenceTask] = []
         self.state = ControlState(
             self.tasks, version=self.version, first_token=(self.starts << 20) + 1, recovering=recovering
         )
@@ -81,8 +91,8 @@ class ModelledQueue:
         for partition in PARTITIONS:
             self.apply(OpenPartition(partition, ROWS))
         for partition, rows in self.finished_durably.items():
-            self.apply(RowsFinished(partition, tuple(rows)))
-        self.apply(RowsLost(tuple(record for records in self.lost_durably.values() for record in records)))
+            self.apply(RecalledFinished(partition, tuple(rows)))
+        self.apply(RecalledLosses(tuple(record for records in self.lost_durably.values() for record in records)))
 
     def apply(self, event: Any, request: int = 0) -> None:
         before = task_rows(self.state)
@@ -97,11 +107,11 @@ class ModelledQueue:
                     assert instruction.request not in self.answers, "a request was answered twice"
                     self.answers[instruction.request] = instruction.reply
                     self.answered(self.asked.get(instruction.request), instruction.reply)
-                case Fence() | FenceAll():
+                case OrderFenceRows() | OrderFenceTask():
                     self.fences.append(instruction)
-                case Lost():
+                case PutAgain():
                     self.lost += instruction.rows
-                case Commit():
+                case ForwardAck():
                     for name, rows in instruction.rows.items():
                         try:
                             self.units[name].commit(instruction.task, instruction.token, list(rows))
@@ -141,7 +151,7 @@ class ModelledQueue:
         held = Held(event.task, lease.token, lease.partition, list(lease.rows))
         if isinstance(event, FetchRound):
             held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
-            held.round_rows, held.last, held.total_rows = lease.round_rows, lease.last, lease.total_rows
+            held.largest_slice, held.last, held.total_rows = lease.largest_slice, lease.last, lease.total_rows
             held.step, held.slice_rows = event.partition, len(lease.rows)
         else:
             assert not again and lease.rows
@@ -154,7 +164,7 @@ class ModelledQueue:
     def check_round(self, event: FetchRound, lease: LeaseGrant) -> None:
         key = (event.partition, event.round_index)
         assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
-        assert len(lease.rows) <= lease.round_rows
+        assert len(lease.rows) <= lease.largest_slice
         del self.waiting[event.rank]
         self.unread.pop(event.rank, None)
         self.place[event.rank] = (event.partition, event.round_index + 1)
@@ -166,7 +176,7 @@ class ModelledQueue:
         unit.connected = True
         for fence in unit.owed:
             unit.fence(fence)
-        for fence in [fence for fence in self.fences if isinstance(fence, FenceAll) and fence.unit == name]:
+        for fence in [fence for fence in self.fences if isinstance(fence, OrderFenceTask) and fence.unit == name]:
             unit.fence(fence)
             self.void(fence)
         unit.owed.clear()
@@ -227,7 +237,7 @@ class ModelledQueue:
         """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
         known = self.state.table.rows.get(row)
         for holds in self.holds.values():
-            open_there = known is None or "train" in self.state.table.task_names(known.left)
+            open_there = known is None or "train" in self.state.table.task_names(known.open_tasks)
             if token in holds and open_there:
                 holds[token].rows.append(row)
                 self.trained.discard(row)
@@ -284,7 +294,7 @@ class ModelledQueue:
                 holds.append(Held(**{**fields, "rows": sorted({*held.rows, *unsure})}))
         return holds
 
-    def carry_out(self, fence: Fence | FenceAll) -> None:
+    def carry_out(self, fence: OrderFenceRows | OrderFenceTask) -> None:
         unit = self.units[fence.unit]
         if unit.connected:
             unit.fence(fence)
@@ -294,10 +304,10 @@ class ModelledQueue:
         self.void(fence)
         self.apply(Fenced(fence.task, fence.token))
 
-    def void(self, fence: Fence | FenceAll) -> None:
+    def void(self, fence: OrderFenceRows | OrderFenceTask) -> None:
         """Forget who held what a fence is about; of other void leases the units know (`FakeUnit.refuses`)."""
         for (task, row), token in list(self.held.items()):
-            if isinstance(fence, FenceAll):
+            if isinstance(fence, OrderFenceTask):
                 claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
                 void = token in fence.alive and not claimed
             else:

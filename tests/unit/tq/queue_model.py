@@ -5,7 +5,7 @@ from typing import Any
 
 from asyncflow.errors import LeaseFenced
 from tq import TaskSpec
-from tq.control.events import Fence, FenceAll
+from tq.control.events import OrderFenceRows, OrderFenceTask
 from tq.control.row_table import TASK_TRANSITIONS, Row, RowState, TaskRowState, TaskState
 from tq.control.state import ControlState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
@@ -57,7 +57,7 @@ class FakeUnit:
         self.announced: list[int] = []
         self.finished: dict[int, list[int]] = {}
         self.outbox: list[Any] = []
-        self.owed: list[Fence | FenceAll] = []
+        self.owed: list[OrderFenceRows | OrderFenceTask] = []
         self.floors: dict[str, tuple[int, frozenset[int]]] = {}
         self.journal = Life(RegisterUnit(self.name, str(self.life), [], {}))
 
@@ -111,8 +111,8 @@ class FakeUnit:
         fence = self.rows[row].fences.get(task, 0) if row in self.rows else 0
         return token < fence or (token < floor and token not in alive)
 
-    def fence(self, fence: Fence | FenceAll) -> None:
-        if isinstance(fence, FenceAll):
+    def fence(self, fence: OrderFenceRows | OrderFenceTask) -> None:
+        if isinstance(fence, OrderFenceTask):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
         for row in fence.rows:
@@ -144,7 +144,7 @@ TaskRows = dict[tuple[str, int], tuple[TaskRowState, int | None]]
 
 def task_state_of(task: TaskState, number: int, row: Row) -> TaskRowState:
     """Return where a row of the table is, for one task."""
-    if not row.left & task.bit:
+    if not row.open_tasks & task.bit:
         return TaskRowState.DONE
     if number in task.leases.holders:
         return TaskRowState.LEASED
@@ -189,7 +189,7 @@ def check_counters(state: ControlState) -> None:
         assert info.num_live + info.num_finished <= ROWS
         assert sorted(table.numbers(number)) == sorted(n for n, row in all_rows.items() if row.partition == number)
     for task in table.tasks.values():
-        rows = {number: row for number, row in all_rows.items() if row.left & task.bit}
+        rows = {number: row for number, row in all_rows.items() if row.open_tasks & task.bit}
         assert task.num_left == len(rows)
         assert task.leases.holders.keys() <= rows.keys()
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
@@ -199,7 +199,7 @@ def check_counters(state: ControlState) -> None:
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():
             assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
-            live_done = sum(1 for row in all_rows.values() if row.partition == number and not row.left & task.bit)
+            live_done = sum(1 for row in all_rows.values() if row.partition == number and not row.open_tasks & task.bit)
             finished = table.partitions[number].num_finished
             assert part.num_done == live_done + finished, (
                 task.spec.name,

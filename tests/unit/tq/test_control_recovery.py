@@ -9,11 +9,11 @@ from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import (
     DeadlinePassed,
-    FenceAll,
     Fenced,
+    OrderFenceTask,
     OwnerGone,
+    RecalledFinished,
     RecoveryDeadline,
-    RowsFinished,
     UnitGone,
     UnitLost,
 )
@@ -33,7 +33,7 @@ def test_nothing_is_served_before_everybody_is_back_and_old_leases_are_fenced(ma
     assert world.fences == []
     world.join("a", Held("ref", 7, 1, [1]))
     (fence,) = world.fences
-    assert fence == FenceAll("ref", 1000, "storage-0", (7,))
+    assert fence == OrderFenceTask("ref", 1000, "storage-0", (7,))
     assert request not in world.answers and world.state.recovering
     world.confirm_fences()
     assert world.granted(request).rows == [0]
@@ -115,7 +115,7 @@ def test_finished_rows_of_a_unit_that_died_earlier_are_remembered_for_the_next_s
     assert list(before.state.take_finished()[1]) == [0]
     world = make_world(look, first_token=1000, recovering=WHO)
     world.open(2)
-    world.handle(RowsFinished(1, (0,)))
+    world.handle(RecalledFinished(1, (0,)))
     world.register("storage-0", [1], finished=[0])
     world.join("a")
     world.confirm_fences()
@@ -129,13 +129,14 @@ def test_rank_that_missed_its_share_of_a_formed_round_gets_one_from_the_rest(mak
     world.open(6)
     world.register("storage-0", range(6))
     world.join(
-        "a", Held("train", 7, 1, [0, 1], round_index=0, rank=0, num_ranks=2, round_rows=2, total_rows=4, slice_rows=2)
+        "a",
+        Held("train", 7, 1, [0, 1], round_index=0, rank=0, num_ranks=2, largest_slice=2, total_rows=4, slice_rows=2),
     )
     world.confirm_fences()
     again = world.granted(world.ask_round("train", 0, 0, num_rows=2, owner="a"))
     assert (again.token, again.rows) == (7, [0, 1])
     other = world.granted(world.ask_round("train", 0, 1, num_rows=2))
-    assert (other.rows, other.round_rows, other.last) == ([2, 3], 2, False)
+    assert (other.rows, other.largest_slice, other.last) == ([2, 3], 2, False)
     last = [world.granted(world.ask_round("train", 1, rank, num_rows=2)) for rank in range(2)]
     assert [rank_slice.rows for rank_slice in last] == [[4], [5]]
 
@@ -148,7 +149,17 @@ def test_ranks_that_missed_the_last_round_share_all_the_rest(make_world: World) 
     world.join(
         "a",
         Held(
-            "train", 7, 1, [0], round_index=0, rank=0, num_ranks=3, round_rows=2, last=True, total_rows=5, slice_rows=1
+            "train",
+            7,
+            1,
+            [0],
+            round_index=0,
+            rank=0,
+            num_ranks=3,
+            largest_slice=2,
+            last=True,
+            total_rows=5,
+            slice_rows=1,
         ),
     )
     world.confirm_fences()
@@ -206,7 +217,17 @@ def test_rank_that_is_a_round_ahead_does_not_get_what_the_other_rank_misses(make
     world.join(
         "a",
         Held(
-            "train", 7, 1, [0], round_index=0, rank=0, num_ranks=2, round_rows=1, last=True, total_rows=2, slice_rows=1
+            "train",
+            7,
+            1,
+            [0],
+            round_index=0,
+            rank=0,
+            num_ranks=2,
+            largest_slice=1,
+            last=True,
+            total_rows=2,
+            slice_rows=1,
         ),
     )
     world.confirm_fences()

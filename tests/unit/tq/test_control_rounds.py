@@ -34,7 +34,7 @@ def test_last_round_is_smaller_and_may_be_empty_for_some(make_world: World) -> N
     world.create(range(3))
     rank_slices = [world.granted(world.ask_round("train", 0, rank, num_rows=2, num_ranks=4)) for rank in range(4)]
     assert [rank_slice.rows for rank_slice in rank_slices] == [[0], [1], [2], []]
-    assert {(rank_slice.round_rows, rank_slice.last) for rank_slice in rank_slices} == {(1, True)}
+    assert {(rank_slice.largest_slice, rank_slice.last) for rank_slice in rank_slices} == {(1, True)}
     assert {world.refused(world.ask_round("train", 1, rank, num_ranks=4)) for rank in range(4)} == {"partition_done"}
 
 
@@ -67,7 +67,7 @@ def test_asking_again_for_a_formed_round_grants_what_is_left_of_it(make_world: W
     first = world.granted(world.ask_round("train", 0, 0, num_rows=2))
     world.write("train", first, [0])
     again = world.granted(world.ask_round("train", 0, 0, num_rows=2))
-    assert (again.rows, again.round_rows) == ([1], 2)
+    assert (again.rows, again.largest_slice) == ([1], 2)
     assert again.token == first.token
     assert world.task("train").leased == 3, "the other rank's slice is kept for it"
     world.write("train", again)
@@ -181,8 +181,8 @@ def test_ranks_get_equally_many_rounds_and_every_row_once(
             world.create(range(number * size, number * size + size), size=size)
     assert len({len(rank_slice) for rank_slice in rank_slices}) == 1
     for together in zip(*rank_slices, strict=True):
-        assert len({(rank_slice.round_rows, rank_slice.last) for rank_slice in together}) == 1
-        assert together[0].round_rows == max(len(rank_slice.rows) for rank_slice in together)
+        assert len({(rank_slice.largest_slice, rank_slice.last) for rank_slice in together}) == 1
+        assert together[0].largest_slice == max(len(rank_slice.rows) for rank_slice in together)
         groups = [group for rank_slice in together for group in rank_slice.groups]
         assert all(groups.count(group) == size for group in set(groups)), "a group was split over rounds"
         assert all(rank_slice.groups.count(group) == size for rank_slice in together for group in rank_slice.groups)

@@ -26,7 +26,7 @@ def opened(make_world: World, *partitions: int, **settings: Any) -> Any:
 
 def held(token: int, rows: list[int], *, rank: int, step: int = 1, index: int = 0, partition: int = 1) -> Held:
     return Held(
-        "train", token, partition, rows, round_index=index, rank=rank, num_ranks=2, round_rows=1, total_rows=2,
+        "train", token, partition, rows, round_index=index, rank=rank, num_ranks=2, largest_slice=1, total_rows=2,
         step=step, slice_rows=1,
     )  # fmt: skip
 

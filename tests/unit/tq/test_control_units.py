@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
-from tq.control.events import FenceAll, Fenced, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
+from tq.control.events import Fenced, OrderFenceTask, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
 from tq.control.state import Recovering
 from tq.messages import (
     AckLost,
@@ -312,9 +312,9 @@ def test_outputs_that_a_holder_put_where_its_lost_row_is_only_pending_are_there_
     world = make_world(REF, TaskSpec("score", frozenset({"ref"})), served=["score"], byte_limit=100)
     world.register("storage-0", [0], incarnation="a")
     world.register("storage-0", [], incarnation="b")
-    world.put([0], "storage-0", num_bytes=30, held=True)
+    world.put([0], "storage-0", num_bytes=30, announced=True)
     world.handle(OutputsWritten("storage-0", "ref", [0], ["ref"], [5], 40))
-    waiting = world.put([1], "storage-1", num_bytes=31, held=True)
+    waiting = world.put([1], "storage-1", num_bytes=31, announced=True)
     assert waiting not in world.answers, "70 bytes are taken"
     world.confirm([0], "storage-0", commits={"ref": [0]})
     granted = world.granted(world.ask("score"))
@@ -349,7 +349,7 @@ def test_void_lease_puts_nothing_into_a_row_that_was_lost_and_put_again(
     again = UnitState()
     again.set_tasks(["rollout", "ref"])
     for fence in world.fences:
-        if isinstance(fence, FenceAll) and fence.unit == unit:
+        if isinstance(fence, OrderFenceTask) and fence.unit == unit:
             again.fence_task(fence.task, fence.token, fence.alive)
     again.create_rows([0], None, partition=1, groups=[0])
     with pytest.raises(LeaseFenced):

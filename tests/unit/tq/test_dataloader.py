@@ -75,12 +75,12 @@ class CannedClient:
         self.forgotten.append(granted.rows)
 
 
-def lease(*rows: int, partition: int = 1, round_rows: int = 0) -> LeaseGrant:
+def lease(*rows: int, partition: int = 1, largest_slice: int = 0) -> LeaseGrant:
     """Return a lease of rows whose lengths are their index + 1."""
     tokens = [row + 1 for row in rows]
     units = ["storage-0" if row % 2 else "storage-1" for row in rows]
     return LeaseGrant(
-        "train", 7, partition, list(rows), [row // 2 for row in rows], units, tokens, round_rows or len(rows)
+        "train", 7, partition, list(rows), [row // 2 for row in rows], units, tokens, largest_slice or len(rows)
     )
 
 
@@ -132,7 +132,7 @@ Load = Callable[..., StreamingDataLoader]
 
 
 def test_rows_whose_outputs_are_put_need_no_ack(load: Load) -> None:
-    client = CannedClient(lease(0, 1), lease(round_rows=1), lease(2), DONE)
+    client = CannedClient(lease(0, 1), lease(largest_slice=1), lease(2), DONE)
     loader = load(client)
     for batch in loader:
         loader.put({"y": Column.of_scalars(torch.tensor(batch.indices))} if len(batch) else {})
@@ -146,7 +146,7 @@ def test_partitions_follow_each_other_and_are_acked_once(load: Load) -> None:
     loader = load(client)
     seen = []
     while step := loader.next_partition():
-        rounds = [(batch.indices, loader.round_rows, batch["x"].values.tolist()) for batch in loader]
+        rounds = [(batch.indices, loader.largest_slice, batch["x"].values.tolist()) for batch in loader]
         seen.append((step, rounds))
         loader.ack()
         loader.ack()
@@ -236,10 +236,10 @@ def test_reads_ahead_no_further_than_prefetch(load: Load) -> None:
 
 
 def test_later_passes_repeat_the_rounds_from_memory(load: Load) -> None:
-    client = CannedClient(*(lease(row, round_rows=row + 1) for row in range(6)), DONE, lease(9), DONE)
+    client = CannedClient(*(lease(row, largest_slice=row + 1) for row in range(6)), DONE, lease(9), DONE)
     loader = load(client)
     loader.next_partition()
-    passes = [[(batch.indices[0], loader.round_rows) for batch in rounds] for rounds in loader.passes(3, seed=5)]
+    passes = [[(batch.indices[0], loader.largest_slice) for batch in rounds] for rounds in loader.passes(3, seed=5)]
     loader.ack()
     assert passes[0] == [(row, row + 1) for row in range(6)]
     assert [sorted(each) for each in passes] == [passes[0]] * 3
@@ -433,7 +433,7 @@ def test_token_budget_travels_with_the_request(load: Load) -> None:
 
 
 def test_micro_batches_are_equally_many_on_all_ranks_and_balanced(load: Load) -> None:
-    loader = load(CannedClient(lease(0, 1, 8, 9, round_rows=7), lease(round_rows=3), DONE))
+    loader = load(CannedClient(lease(0, 1, 8, 9, largest_slice=7), lease(largest_slice=3), DONE))
     rounds = iter(loader)
     parts = loader.micro_batches(next(rounds), num_rows=2)
     assert len(parts) == 4

@@ -12,7 +12,7 @@ from asyncflow.errors import TransportError
 from asyncflow.mac import MAC_BYTES
 from tq import TaskSpec
 from tq.control.durable_facts import KEPT_PARTITIONS, Finished
-from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
+from tq.control.events import RecalledFinished, RecalledLosses, RecoveryDeadline, UnitGone
 from tq.control.row_table import RowSet
 from tq.control.state import Recovering
 from tq.messages import ClearPartition, Held, OpenPartition, OutputsWritten
@@ -33,7 +33,7 @@ def remembered(store: CountingStore) -> dict[int, list[int]]:
     """Return what the next incarnation is told."""
     found: dict[int, RowSet] = {}
     for event in memory_in(store).replay_events():
-        assert isinstance(event, RowsFinished)
+        assert isinstance(event, RecalledFinished)
         found.setdefault(event.partition, RowSet()).update(event.rows)
     return {partition: list(rows) for partition, rows in found.items()}
 
@@ -171,8 +171,8 @@ def test_group_whose_other_row_was_finished_before_the_restart_is_complete(make_
     before.lose("storage-0")
     if declared:
         world.open(2)
-    world.handle(RowsFinished(1, finished[1]))
-    world.handle(RowsLost(tuple(before.lost_rows())))
+    world.handle(RecalledFinished(1, finished[1]))
+    world.handle(RecalledLosses(tuple(before.lost_rows())))
     world.register("storage-0", incarnation="2")
     world.handle(RecoveryDeadline())
     world.confirm_fences()
@@ -182,7 +182,7 @@ def test_group_whose_other_row_was_finished_before_the_restart_is_complete(make_
 
 def test_group_of_which_only_finished_rows_are_known_is_complete_with_the_others(make_world: World) -> None:
     world = make_world(WHOLE)
-    world.handle(RowsFinished(1, (0, 2)))
+    world.handle(RecalledFinished(1, (0, 2)))
     world.put([0, 1], size=2)
     assert world.granted(world.ask("train", 2)).rows == [1]
     world.put([2, 3], size=2)
@@ -194,7 +194,7 @@ def test_group_of_which_only_finished_rows_are_known_is_complete_with_the_others
 
 def test_group_is_complete_when_its_finished_row_comes_last(make_world: World) -> None:
     world = make_world(WHOLE)
-    world.handle(RowsFinished(1, (0,)))
+    world.handle(RecalledFinished(1, (0,)))
     world.put([1], size=2, group_size=2)
     ask = world.ask("train", 2)
     assert ask not in world.answers
@@ -205,7 +205,7 @@ def test_group_is_complete_when_its_finished_row_comes_last(make_world: World) -
 def test_finished_row_that_comes_after_all_are_known_is_not_counted_again(make_world: World) -> None:
     world = make_world(WHOLE)
     world.open(3)
-    world.handle(RowsFinished(1, (0,)))
+    world.handle(RecalledFinished(1, (0,)))
     world.put([1, 2], size=3, group_size=3)
     world.put([0], "storage-1", size=3, group_size=3)
     assert world.granted(world.ask("train", 3)).rows == [1, 2]

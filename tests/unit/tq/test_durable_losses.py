@@ -9,7 +9,7 @@ from counting_store import shell_of
 
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Mark, Memory
-from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
+from tq.control.events import RecalledFinished, RecalledLosses, RecoveryDeadline, UnitGone
 from tq.control.row_table import RowSet
 from tq.control.state import ControlState, Recovering
 from tq.messages import (
@@ -42,7 +42,7 @@ def lost_world(make_world: World, *tasks: TaskSpec, **settings: Any) -> Any:
 def restarted(make_world: World, *tasks: TaskSpec, lost: list[RowRecords], **settings: Any) -> Any:
     """Return the next incarnation, which waits for storage-1 and the consumer `a`."""
     world = make_world(*tasks, first_token=1000, recovering=WHO, **settings)
-    world.handle(RowsLost(tuple(lost)))
+    world.handle(RecalledLosses(tuple(lost)))
     world.lost_rows()  # durable already
     return world
 
@@ -112,13 +112,13 @@ def test_losses_of_an_earlier_incarnation_are_reported_once_everybody_was_heard(
 
 def test_losses_of_a_controller_that_nobody_joined_before_are_reported_at_once(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, recovering=Recovering(frozenset(), frozenset()))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
+    world.handle(RecalledLosses(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     assert world.lost == [0, 1]
 
 
 def test_task_that_was_done_with_a_lost_row_stays_done_in_the_next_incarnation(make_world: World) -> None:
     world = recovered(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
-    assert world.answers[world.put([0, 1], "storage-1", held=True)] == RowsAccepted({"train": [0]})
+    assert world.answers[world.put([0, 1], "storage-1", announced=True)] == RowsAccepted({"train": [0]})
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
     assert world.granted(world.ask("train", 9, owner="trainer")).rows == [1]
     assert world.granted(world.ask("look", 9)).rows == [0, 1]
@@ -130,7 +130,7 @@ def test_task_whose_outputs_went_with_the_row_is_asked_again_in_the_next_incarna
     before.write("ref", before.granted(before.ask("ref")), columns=["ref"])
     before.lose("storage-0")
     world = recovered(make_world, REF, LOOK, lost=before.lost_rows())
-    assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted()
+    assert world.answers[world.put([0], "storage-1", announced=True)] == RowsAccepted()
     world.confirm([0], "storage-1")
     assert world.granted(world.ask("ref")).rows == [0]
 
@@ -143,7 +143,7 @@ def test_ack_of_lost_rows_of_an_earlier_incarnation_finishes_them(make_world: Wo
     assert world.lost == [], "the trainer has it in hand"
     world.handle(AckLost("train", 7, [0]))
     assert world.state.losses_changed and world.lost_rows() == []
-    assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted({"train": [0]})
+    assert world.answers[world.put([0], "storage-1", announced=True)] == RowsAccepted({"train": [0]})
 
 
 def test_ack_that_is_deferred_counts_for_the_next_but_one_incarnation_too(make_world: World) -> None:
@@ -154,20 +154,20 @@ def test_ack_that_is_deferred_counts_for_the_next_but_one_incarnation_too(make_w
     world.register("storage-1")
     assert world.state.losses_changed
     third = recovered(make_world, LOOK, TRAIN, lost=world.lost_rows())
-    assert third.answers[third.put([0, 1], "storage-1", held=True)] == RowsAccepted({"train": [0, 1]})
+    assert third.answers[third.put([0, 1], "storage-1", announced=True)] == RowsAccepted({"train": [0, 1]})
 
 
 # Records that are older than what the units say
 
 
-@pytest.mark.parametrize("pending", [False, True])
-def test_row_that_an_inventory_shows_is_not_lost(make_world: World, pending: bool) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_row_that_an_inventory_shows_is_not_lost(make_world: World, announced: bool) -> None:
     world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
-    reply = world.register("storage-1", [0], pending=pending)
+    reply = world.register("storage-1", [0], announced=announced)
     assert reply.commits == {"train": [0]}, "the earlier incarnation may have died before it could say so"
     world.join("a")
     world.confirm_fences()
-    if pending:
+    if announced:
         world.confirm([0], "storage-1", commits={"train": [0]})
     assert 1 in world.lost
     assert world.granted(world.ask("look", 9)).rows == [0]
@@ -181,14 +181,14 @@ def test_row_that_a_tombstone_shows_is_not_lost(make_world: World) -> None:
     world.join("a")
     assert world.lost == [1]
     assert world.state.stats().live_rows == 1
-    assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted({"look": [0], "train": [0]})
+    assert world.answers[world.put([0], "storage-1", announced=True)] == RowsAccepted({"look": [0], "train": [0]})
 
 
 def test_row_that_was_finished_before_the_restart_is_not_lost(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, first_token=1000, recovering=WHO)
     world.open(2)
-    world.handle(RowsFinished(1, (0,)))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
+    world.handle(RecalledFinished(1, (0,)))
+    world.handle(RecalledLosses(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     world.handle(RecoveryDeadline())
     assert world.lost == [1]
 
@@ -197,7 +197,7 @@ def test_records_are_written_again_when_the_unit_that_finished_the_rows_goes(mak
     world = lost_world(make_world, LOOK, TRAIN)
     world.lost_rows()
     world.register("storage-1")
-    world.put([0, 1], "storage-1", held=True)
+    world.put([0, 1], "storage-1", announced=True)
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
     world.write("look", world.granted(world.ask("look", 2)))
     world.write("train", world.granted(world.ask("train", 2, owner="trainer")))
@@ -213,7 +213,7 @@ def test_records_of_rows_that_came_back_and_went_for_good_are_written_again(make
     """The unit forgets its tombstones at a checkpoint; the records must not outlive them."""
     world = lost_world(make_world, LOOK, TRAIN)
     durable = world.lost_rows()
-    world.put([0, 1], "storage-1", held=True)
+    world.put([0, 1], "storage-1", announced=True)
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
     if ends == "finished":
         world.write("look", world.granted(world.ask("look", 2)))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq import TaskSpec
-from tq.control.events import DeadlinePassed, RecoveryDeadline, RowsFinished, RowsLost
+from tq.control.events import DeadlinePassed, RecalledFinished, RecalledLosses, RecoveryDeadline
 from tq.control.state import Recovering
 from tq.messages import LeaseGrant, RegisterUnit, RowRecords
 
@@ -53,8 +53,8 @@ def _some(random: Random, rows: Iterable[int]) -> list[int]:
 def restarted(make_world: World, story: Story) -> Any:
     """Return a controller that has recovered."""
     world = make_world(TRAIN, SCORE, first_token=1000, recovering=Recovering(frozenset({UNIT}), frozenset()))
-    world.handle(RowsFinished(1, sorted({*story.finished} - {*story.tombs})))
-    world.handle(RowsLost(tuple(story.records(story.lost))))
+    world.handle(RecalledFinished(1, sorted({*story.finished} - {*story.tombs})))
+    world.handle(RecalledLosses(tuple(story.records(story.lost))))
     records = story.records({*story.live} - {*story.scored}) + story.records(story.scored, "score")
     world.request(RegisterUnit(UNIT, "1", records, {1: story.tombs} if story.tombs else {}))
     world.unit_of.update(dict.fromkeys(story.live, UNIT))
@@ -80,9 +80,9 @@ def put_again(world: Any, story: Story, rows: list[int], random: Random) -> None
         for piece in pieces:
             if repeated and not {*piece}.isdisjoint(world.state.table.rows):
                 continue  # refused where it is
-            unit, held = random.choice([UNIT, "storage-1"]), random.random() < 0.4
-            world.put(piece, unit, size=story.size, group_size=story.size, held=held)
-            if held:
+            unit, announced = random.choice([UNIT, "storage-1"]), random.random() < 0.4
+            world.put(piece, unit, size=story.size, group_size=story.size, announced=announced)
+            if announced:
                 world.confirm(piece, unit)
             world.unit_of.update(dict.fromkeys(piece, unit))
 

@@ -28,17 +28,17 @@ def test_a_lease_is_held_until_its_last_row_is_done() -> None:
 def test_the_same_grant_again_does_not_bring_done_rows_back() -> None:
     held = HeldLeases()
     for _ in range(2):
-        held.granted(round_of(1, 0), granted(7, [1, 2], round_rows=2))
+        held.granted(round_of(1, 0), granted(7, [1, 2], largest_slice=2))
         held.done(granted(7, [1, 2]), [1])
     assert [lease.rows for lease in held.of_tasks(["train"])] == [[2]]
 
 
 def test_a_share_of_a_round_carries_its_place_and_stays_when_empty() -> None:
     held = HeldLeases()
-    held.granted(round_of(3, 5), granted(9, [], partition=3, round_rows=2, last=True))
+    held.granted(round_of(3, 5), granted(9, [], partition=3, largest_slice=2, last=True))
     (lease,) = held.of_tasks(["train"])
     assert (lease.partition, lease.round_index, lease.rank, lease.num_ranks) == (3, 5, 1, 4)
-    assert (lease.round_rows, lease.last) == (2, True)
+    assert (lease.largest_slice, lease.last) == (2, True)
 
 
 def test_a_share_of_a_step_is_held_until_two_steps_later_whichever_partition_its_rows_are_of() -> None:

@@ -11,7 +11,7 @@ from asyncflow.process import ServiceThreads
 from tq import Column
 from tq.config import QueueConfig
 from tq.control.controller import AdmissionPlace
-from tq.control.events import GroupRemoved, Lost
+from tq.control.events import GroupRemoved, PutAgain
 from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk
 from workers.admission.admission_state import AdmissionState, AdmittedGroup
@@ -87,7 +87,7 @@ def run_state(
     *,
     last_step: int,
     saved: Saved | None = None,
-    events: Sequence[int | Lost] = (),
+    events: Sequence[int | PutAgain] = (),
     exist: Collection[int] = (),
 ) -> FakeClient:
     client = FakeClient(last_step, exist)
@@ -146,14 +146,14 @@ def test_finished_samples_of_the_checkpoint_take_the_place_of_prompts_when_their
 def test_lost_rows_that_came_back_do_not_end_admission() -> None:
     """A unit that was away may bring them before they are put again."""
     state = AdmissionState(SCHEDULE, version=0, last_step=2).restore_mark(AdmissionMark(version=1, next_step=3))
-    client = run_state(state, {2: [4, 5]}, last_step=2, events=[Lost((4, 5))], exist={5, 6})
+    client = run_state(state, {2: [4, 5]}, last_step=2, events=[PutAgain((4, 5))], exist={5, 6})
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 7]}
 
 
 def test_rows_that_are_put_again_are_prompts() -> None:
     """Somebody may have them in hand, or have written more."""
     state = AdmissionState(SCHEDULE, version=0, last_step=3).restore_mark(AdmissionMark(version=1, next_step=3))
-    client = run_state(state, {2: [4, 5]}, last_step=3, saved=Saved(6, 7, 8), events=[Lost((4, 8))])
+    client = run_state(state, {2: [4, 5]}, last_step=3, saved=Saved(6, 7, 8), events=[PutAgain((4, 8))])
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 6, 7], 3: [8, 8, 9, 10, 11]}
     assert client.put[3][0] == client.put[3][-1] == 8, "first finished, then lost"
     assert not any(client.commits.values())
@@ -196,7 +196,7 @@ def test_feed_that_ended_long_ago_ends_a_resumed_run_after_its_first_weights() -
     client, ended = FakeClient(1, ()), list[tuple[int, ...]]()
     client.opened[1] = 4
     admitter = fed_admitter(state, client, ended)
-    for event in (Fed(2, ended=True), Lost((0,))):
+    for event in (Fed(2, ended=True), PutAgain((0,))):
         admitter.add_event(event)
     admitter.start(None)
     assert client.quiet.wait(10)

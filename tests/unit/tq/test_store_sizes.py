@@ -5,7 +5,7 @@ import itertools
 import pytest
 from counting_store import CountingStore, memory_in
 
-from tq.control.events import RowsLacking, RowsLost
+from tq.control.events import RecalledLosses, RecalledRemoved
 from tq.control.row_table import Losses, RowSet
 from tq.messages import RowRecords
 from tq.refill import AdmissionMark, Refill, RemovalCause
@@ -33,7 +33,7 @@ def described(parts: dict[int, list[int]]) -> dict[int, list[RowRecords]]:
 
 def lost_in(store: CountingStore) -> list[int]:
     """Return the lost rows that the next incarnation is told of."""
-    told = [event for event in memory_in(store).replay_events() if isinstance(event, RowsLost)]
+    told = [event for event in memory_in(store).replay_events() if isinstance(event, RecalledLosses)]
     return sorted(row for event in told for record in event.records for row in record.rows)
 
 
@@ -68,7 +68,7 @@ def test_rows_that_a_partition_lacks_are_written_in_parts_and_only_where_they_ch
     assert store.written_bytes - before < LARGEST_VALUE
     told = RowSet()
     for event in memory_in(store).replay_events():
-        assert isinstance(event, RowsLacking) and event.partition == 1
+        assert isinstance(event, RecalledRemoved) and event.partition == 1
         told.merge_rows(event.rows)
     assert told == removed
 

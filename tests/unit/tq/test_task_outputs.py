@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tq import TaskSpec
-from tq.control.events import DoneElsewhere, RowsLost, TasksWrite
+from tq.control.events import DoneElsewhere, RecalledLosses, TasksWrite
 from tq.control.state import Recovering
 from tq.messages import Held, RowsAccepted
 
@@ -33,7 +33,7 @@ def restarted(make_world: World, before: Any, outputs: dict[str, list[str]]) -> 
     """Return the next incarnation, with everybody back and nothing at the unit."""
     world = make_world(FIRST, LOOK, SECOND, first_token=1000, recovering=WHO)
     world.handle(TasksWrite(outputs))
-    world.handle(RowsLost(tuple(before.lost_rows())))
+    world.handle(RecalledLosses(tuple(before.lost_rows())))
     world.register("storage-0")
     world.join("a")
     world.confirm_fences()

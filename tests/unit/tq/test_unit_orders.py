@@ -12,7 +12,7 @@ from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.process import ServiceThreads
 from tq.control import durable_facts as unit_orders
 from tq.control.durable_facts import UnitOrders
-from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
+from tq.control.events import Fenced, ForwardAck, OrderFenceRows, OrderFenceTask, OrderRemoveRows
 from tq.messages import Done, FenceRows, FenceTask, PutOutputs, RemoveRows
 from tq.refill import UNKNOWN
 
@@ -88,7 +88,7 @@ class Bench:
         self.units: FakeUnits = self.orders._links  # type: ignore[assignment]
 
     def carry_out(self, *orders: Any) -> None:
-        for order in (*orders, *(FenceAll("last", 99, unit, ()) for unit in UNITS)):
+        for order in (*orders, *(OrderFenceTask("last", 99, unit, ()) for unit in UNITS)):
             self.orders.add_order(order)
         for _ in UNITS:
             while (report := self.reports.get(timeout=10)).task != "last":
@@ -112,10 +112,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order(bench: Bench) -> None:
     bench.carry_out(
-        Fence("ref", 7, "storage-0", (1, 2)),
-        FenceAll("train", 8, "storage-1", (3,)),
-        RemoveGroup({"storage-0": (5,)}, UNKNOWN),
-        Commit("train", 6, {"storage-1": (9,)}),
+        OrderFenceRows("ref", 7, "storage-0", (1, 2)),
+        OrderFenceTask("train", 8, "storage-1", (3,)),
+        OrderRemoveRows({"storage-0": (5,)}, UNKNOWN),
+        ForwardAck("train", 6, {"storage-1": (9,)}),
     )
     assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1, 2]), RemoveRows([5])]
     assert bench.units.by_unit("storage-1") == [FenceTask("train", 8, [3]), PutOutputs("train", 6, [9], [])]
@@ -124,9 +124,9 @@ def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order
 
 def test_unit_that_never_answers_delays_no_other(bench: Bench) -> None:
     bench.units.silent.add("storage-0")
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
-    bench.orders.add_order(Fence("ref", 8, "storage-1", (3,)))
-    bench.orders.add_order(Fence("ref", 9, "storage-1", (4,)))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 8, "storage-1", (3,)))
+    bench.orders.add_order(OrderFenceRows("ref", 9, "storage-1", (4,)))
     assert [bench.reports.get(timeout=10) for _ in range(2)] == [Fenced("ref", 8), Fenced("ref", 9)]
     assert bench.units.heard == [("storage-1", FenceRows("ref", 8, [3])), ("storage-1", FenceRows("ref", 9, [4]))]
     unit, asked = bench.units.asked.get(timeout=10)
@@ -138,7 +138,7 @@ def test_unit_that_never_answers_delays_no_other(bench: Bench) -> None:
 
 def test_unit_that_was_down_is_told_when_it_registers(bench: Bench) -> None:
     bench.units.answers["storage-0"] = [TransportError("down")] * 2
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     with pytest.raises(TransportError, match="down"):
         bench.orders.catch_up("storage-0")
@@ -151,16 +151,16 @@ def test_unit_that_was_down_is_told_when_it_registers(bench: Bench) -> None:
 
 def test_what_a_unit_is_owed_comes_before_what_is_ordered_later(bench: Bench) -> None:
     bench.units.answers["storage-0"] = [TransportError("down")]
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
-    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    bench.carry_out(OrderRemoveRows({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1]), RemoveRows([3])]
 
 
 def test_fence_that_a_unit_cannot_confirm_yet_does_not_hold_before_it_does(bench: Bench) -> None:
     bench.units.answers["storage-0"] = [PeerRefused("controller-1 has not confirmed a put")] * 2
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
-    bench.orders.add_order(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderRemoveRows({"storage-0": (3,)}, UNKNOWN))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.answers["storage-0"] == [], "it was told until it confirmed"
     assert FenceRows("ref", 7, [1]) in bench.units.by_unit("storage-0")
@@ -168,14 +168,14 @@ def test_fence_that_a_unit_cannot_confirm_yet_does_not_hold_before_it_does(bench
 
 def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_told(bench: Bench) -> None:
     bench.units.silent.add("storage-0")
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
     _, earlier = bench.units.asked.get(timeout=10)
     bench.units.silent.clear()
     bench.orders.catch_up("storage-0")
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.heard == [("storage-0", FenceRows("ref", 7, [1]))]
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    bench.carry_out(OrderRemoveRows({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0")[1:] == [RemoveRows([3])]
     assert bench.fenced == [], "reported once"
 
@@ -183,16 +183,16 @@ def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_t
 def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_earlier_life(bench: Bench) -> None:
     """The thread that connects to a process that dies may wait for long: a row that is put again must not."""
     bench.units.silent.add("storage-0")
-    bench.orders.add_order(Fence("ref", 7, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 7, "storage-0", (1,)))
     _, earlier = bench.units.asked.get(timeout=10)
     bench.units.silent.clear()
     bench.orders.catch_up("storage-0")
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
-    bench.orders.add_order(Fence("ref", 8, "storage-0", (1,)))
+    bench.orders.add_order(OrderFenceRows("ref", 8, "storage-0", (1,)))
     assert bench.reports.get(timeout=10) == Fenced("ref", 8)
     assert not earlier.done()
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    bench.carry_out(OrderRemoveRows({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0") == [
         FenceRows("ref", 7, [1]),
         FenceRows("ref", 8, [1]),
@@ -204,6 +204,6 @@ def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_ear
 @pytest.mark.parametrize("refusal", [LeaseFenced("gone again"), PeerRefused("controller-1 has not confirmed")])
 def test_refused_ack_of_lost_rows_is_not_told_again(bench: Bench, refusal: Exception) -> None:
     bench.units.answers["storage-0"] = [refusal]
-    bench.carry_out(Commit("train", 6, {"storage-0": (9,)}))
+    bench.carry_out(ForwardAck("train", 6, {"storage-0": (9,)}))
     bench.orders.catch_up("storage-0")
     assert bench.units.heard == []

@@ -59,7 +59,7 @@ class World:
         return unpack(headers, _written([piece for column in pieces for piece in column]))
 
     def records(self) -> list[RowRecords]:
-        return take_inventory("u", "i", self.state, held=False).records
+        return take_inventory("u", "i", self.state, announced=False).records
 
     @property
     def num_bytes(self) -> int:
@@ -329,7 +329,7 @@ def test_retained_rows_stay_readable_until_a_checkpoint_covers_them() -> None:
         unit.create([partition], {"prompts": numbers(partition)}, partition=partition)
         unit.commit("train", 1, [partition])
     assert (len(unit.state), unit.state.retained_rows, unit.state.accounting.retained_bytes) == (2, 2, 8)
-    inventory = take_inventory("u", "i", unit.state, held=False)
+    inventory = take_inventory("u", "i", unit.state, announced=False)
     assert (inventory.records, inventory.finished) == ([], {1: [1], 2: [2]})
     assert unit.read([1], "prompts")["prompts"].values.tolist() == [1]
     assert unit.commit("train", 1, [1]) is not None
@@ -364,7 +364,7 @@ def test_inventory_tells_what_the_unit_holds() -> None:
     columns = {"prompts": tokens(3, 5), "x": numbers(0, 0)}
     unit.state.create_rows([0, 1], unit.block([0, 1], columns), partition=4, groups=[7, 7])
     unit.commit("ref", 2, [1], {"ref": numbers(1)})
-    assert take_inventory("storage-0", "abc", unit.state, held=False).records == [
+    assert take_inventory("storage-0", "abc", unit.state, announced=False).records == [
         RowRecords(4, [0], [7], [2], [3], [3 + 4], ["prompts", "x"], []),
         RowRecords(4, [1], [7], [2], [5], [5 + 4 + 4], ["prompts", "ref", "x"], ["ref"]),
     ]
@@ -374,7 +374,7 @@ def test_inventory_tells_which_groups_left_until_it_is_tried_again_or_cleared() 
     unit = World()
 
     def told() -> list[RowsRemoved]:
-        return take_inventory("u", "i", unit.state, held=False).removed_groups
+        return take_inventory("u", "i", unit.state, announced=False).removed_groups
 
     cause = RemovalCause("ref", 2)
     unit.create([0, 1, 2], {"x": numbers(1, 2, 3)})

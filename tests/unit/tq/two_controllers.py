@@ -10,16 +10,16 @@ from queue_model import PARTITIONS, ROWS, SIZE, UNITS, partition_of
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq.control.events import (
     Answer,
-    Commit,
     DoneElsewhere,
-    Fence,
-    FenceAll,
     Fenced,
-    Lost,
+    ForwardAck,
+    OrderFenceRows,
+    OrderFenceTask,
     OwnerGone,
+    PutAgain,
+    RecalledFinished,
+    RecalledLosses,
     RecoveryDeadline,
-    RowsFinished,
-    RowsLost,
     TasksWrite,
     UnitGone,
 )
@@ -87,8 +87,8 @@ class TwoControllers:
         for partition in PARTITIONS:
             self.apply(name, OpenPartition(partition, ROWS))
         for partition, rows in controller.finished.items():
-            self.apply(name, RowsFinished(partition, tuple(rows)))
-        self.apply(name, RowsLost(tuple(controller.lost)))
+            self.apply(name, RecalledFinished(partition, tuple(rows)))
+        self.apply(name, RecalledLosses(tuple(controller.lost)))
 
     def apply(self, name: str, event: Any) -> Any:
         """Tell a controller; returns the answer of a request, if it has one already."""
@@ -110,15 +110,15 @@ class TwoControllers:
                     fetch = controller.parked.pop(instruction.request, None)
                     if fetch is not None and isinstance(instruction.reply, LeaseGrant):
                         self.granted(fetch, instruction.reply)
-                case Fence() | FenceAll():
+                case OrderFenceRows() | OrderFenceTask():
                     controller.fences.append(instruction)
-                case Lost() if name == "lead":
+                case PutAgain() if name == "lead":
                     self.to_put.update(instruction.rows)
-                case Commit():
+                case ForwardAck():
                     self.pass_on(instruction)
         return self.answers.get(request)
 
-    def pass_on(self, order: Commit) -> None:
+    def pass_on(self, order: ForwardAck) -> None:
         for unit, rows in order.rows.items():
             for row in rows:
                 try:
@@ -126,7 +126,7 @@ class TwoControllers:
                 except LeaseFenced:
                     assert row not in self.units[unit].rows or order.task in self.units[unit].rows[row].commits
 
-    def carry_out(self, name: str, fence: Fence | FenceAll) -> None:
+    def carry_out(self, name: str, fence: OrderFenceRows | OrderFenceTask) -> None:
         """A unit carries out a fence, and confirms when the controller knows what it had stored."""
         controller = self.controllers[name]
         controller.fences.remove(fence)
@@ -139,10 +139,10 @@ class TwoControllers:
         self.void(fence)
         self.apply(name, Fenced(fence.task, fence.token))
 
-    def void(self, fence: Fence | FenceAll) -> None:
+    def void(self, fence: OrderFenceRows | OrderFenceTask) -> None:
         """Forget who held what a fence is about; of other void leases the units know (`HeldUnit.refuses`)."""
         for (task, row), token in list(self.held.items()):
-            if isinstance(fence, FenceAll):
+            if isinstance(fence, OrderFenceTask):
                 void = token in fence.alive and not self.claimed(task, row, token)
             else:
                 void = row in fence.rows
@@ -162,7 +162,7 @@ class TwoControllers:
         for fence in link.owed:
             held_unit.fence(fence)
         for fence in [fence for fence in self.controllers[name].fences if fence.unit == unit]:
-            if isinstance(fence, FenceAll):
+            if isinstance(fence, OrderFenceTask):
                 held_unit.fence(fence)
                 self.void(fence)
         link.owed.clear()

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
-from workers.agents.attempt import BudgetIsSpent, Run
+from workers.agents.attempt import Attempt, BudgetIsSpent
 from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.service import Service
@@ -30,8 +30,8 @@ def setup_of(**changed: Any) -> Setup:
     return Setup(**settings | changed)
 
 
-def run_of(**changed: Any) -> Run:
-    return Run(1, BEGIN, key="", attempt=0, setup=setup_of(**changed), renderer=TemplateRenderer(tokenizer("qwen3")))
+def attempt_of(**changed: Any) -> Attempt:
+    return Attempt(1, BEGIN, key="", nth=0, setup=setup_of(**changed), renderer=TemplateRenderer(tokenizer("qwen3")))
 
 
 def ids_of(text: str) -> list[int]:
@@ -45,7 +45,7 @@ async def draw_yes(ticket: int, prompt: Sequence[int], max_tokens: int, seed: in
 
 
 def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -> None:
-    run = run_of(max_tokens=16)
+    attempt = attempt_of(max_tokens=16)
     rooms: list[int] = []
 
     async def draw(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
@@ -53,40 +53,40 @@ def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -
         return await draw_yes(ticket, prompt, max_tokens, seed, stop)
 
     async def ask() -> None:
-        await asyncio.gather(*(run.complete_turn(ChatRequest(ASKED), draw=draw) for _ in range(3)))
+        await asyncio.gather(*(attempt.complete_turn(ChatRequest(ASKED), draw=draw) for _ in range(3)))
 
     asyncio.run(asyncio.wait_for(ask(), 30))
     assert rooms == [8, 8, 8]  # of the first 16, two replies took six
-    assert not run.spent
+    assert not attempt.spent
 
 
 def test_a_call_that_waited_in_vain_for_tokens_has_spent_them() -> None:
-    run = run_of(max_tokens=len(ids_of("yes<|im_end|>")))
+    attempt = attempt_of(max_tokens=len(ids_of("yes<|im_end|>")))
 
     async def ask() -> list[Any]:
-        calls = (run.complete_turn(ChatRequest(ASKED), draw=draw_yes) for _ in range(2))
+        calls = (attempt.complete_turn(ChatRequest(ASKED), draw=draw_yes) for _ in range(2))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second = asyncio.run(asyncio.wait_for(ask(), 30))
     assert first.text == "yes"
     assert isinstance(second, BudgetIsSpent)
-    assert run.spent
+    assert attempt.spent
 
 
 def test_each_sample_has_its_conversation_though_another_one_went_on_from_it() -> None:
-    run = run_of()
+    attempt = attempt_of()
 
     async def ask() -> list[int]:
-        first = await run.complete_turn(ChatRequest(ASKED), draw=draw_yes)
+        first = await attempt.complete_turn(ChatRequest(ASKED), draw=draw_yes)
         longer = [*ASKED, first.message, *MORE]
-        second = await run.complete_turn(ChatRequest(longer), draw=draw_yes)
+        second = await attempt.complete_turn(ChatRequest(longer), draw=draw_yes)
         return [first.node, second.node]
 
     first, second = asyncio.run(ask())
     said = {"role": "assistant", "content": "yes"}
     short, long = [*ASKED, said], [*ASKED, said, *MORE, said]
     for nodes, conversations in (([first], [short]), ([second], [long]), ([first, second], [long]), ([], [long])):
-        result = run.result(AttemptDone(1, nodes, 1.0, {}), spent=False)
+        result = attempt.result(AttemptDone(1, nodes, 1.0, {}), spent=False)
         assert (result.conversations, len(result.samples)) == (conversations, 1)
 
 
@@ -97,7 +97,7 @@ def test_a_template_that_ignores_tools_is_the_agents_error_also_where_tokens_are
         engine: Any = None  # it draws nothing
         service = Service(engine, setup_of(agent="nowhere:agent"))
         service._renderer = TemplateRenderer(tokenizer("smollm2"))
-        service._start_run(BEGIN, attempt=0)
+        service._start_attempt(BEGIN, nth=0)
         (key,) = service._keys
         assert service.count(key, ChatRequest(ASKED)) > 0
         return service.count(key, ChatRequest(ASKED, [TOOL]))
