@@ -59,17 +59,108 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
 
 
+@main.command("init", cls=OneLineCommand)
+@click.argument("target", default="config.yaml", type=click.Path(path_type=Path))
+@click.option("--model", help="A Hugging Face directory, or OWNER/NAME on the Hub.  [asked for]")
+@click.option("--data", help="JSONL, JSON, CSV or Parquet with prompts, or OWNER/NAME.  [asked for]")
+@click.option(
+    "--reward",
+    type=click.Choice(["exact", "digits", "math", "math_verify", "own"]),
+    help="How responses are scored; `own`: a stub of yours.  [asked for]",
+)
+@click.option("--prompt-field", help="Field of the prompt.  [by the first row]")
+@click.option("--ground-truth-field", help="Field of the right answer.  [by the first row]")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]), default="cpu", show_default=True)
+@click.option("--devices", type=click.IntRange(2), default=2, show_default=True, help="Processes, or devices.")
+def init_command(
+    target: Path,
+    *,
+    model: str | None,
+    data: str | None,
+    reward: str | None,
+    prompt_field: str | None,
+    ground_truth_field: str | None,
+    device: str,
+    devices: int,
+) -> None:
+    """Write a first configuration, and check it.
+
+    Asks for what no option says, writes TARGET (config.yaml) and perhaps reward.py, and runs the dry-run.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.config.new_config import Answers, first_fields, guess_fields, positions_of, write_config
+
+        missing = [
+            name for name, value in (("--model", model), ("--data", data), ("--reward", reward)) if value is None
+        ]
+        if missing and not sys.stdin.isatty():
+            raise ConfigError(f"{', '.join(missing)}: missing, and there is no terminal to ask at; give it")
+        model = model or click.prompt("Model (a directory, or OWNER/NAME on the Hub)")
+        data = data or click.prompt("Data (a file with prompts, or OWNER/NAME)")
+        reward = reward or click.prompt(
+            "Reward", type=click.Choice(["exact", "digits", "math", "math_verify", "own"]), default="own"
+        )
+        prompt, truth = guess_fields(first_fields(data))
+        answers = Answers(
+            model=model,
+            data=data,
+            reward=reward,
+            devices=devices,
+            prompt_field=prompt_field or prompt,
+            ground_truth_field=ground_truth_field or truth,
+            device=device,
+            positions=positions_of(model),
+        )
+        for path in write_config(answers, target):
+            click.echo(f"wrote {path}")
+        click.echo(f"asyncflow-launch {target} --dry-run says:")
+    launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch")
+
+
+@main.command("import-config", cls=OneLineCommand)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Where to write it.  [default: the terminal]")
+@click.option("--steps", type=click.IntRange(1), help="Number of the last step, where the file counts epochs.")
+def import_config_command(source: Path, *, output: Path | None, steps: int | None) -> None:
+    """Turn a TRL or verl configuration into one of ours.
+
+    SOURCE: a GRPOConfig of TRL, or a configuration of verl's trainer, as YAML or JSON. Every key becomes one of ours,
+    or a comment that says why it does not, or is refused.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.config.import_config import import_config
+
+        text = import_config(source, steps=steps)
+        if output is None:
+            click.echo(text, nl=False)
+            return
+        if output.exists():
+            raise ConfigError(f"--output: {output} exists; name another file, or remove it")
+        output.write_text(text, encoding="utf-8")
+        click.echo(f"wrote {output}")
+        to_fill = [line for line in text.splitlines() if line.startswith("# TO FILL IN")]
+        click.echo(to_fill[0].removeprefix("# ") if to_fill else f"now: asyncflow-launch {output} --dry-run")
+
+
 @main.command("config", cls=OneLineCommand)
 @click.argument("section", required=False)
 @click.option("--markdown", is_flag=True, help="As docs/configuration.md.")
 def config_command(section: str | None, *, markdown: bool) -> None:
     """List configuration keys, types and defaults.
 
-    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does.
+    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does;
+    `importing`: other systems' keys as ours.
     """
     with errors_as_exits():
         from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, as_text, keys_of
 
+        if section == "importing":
+            from launcher.config.import_config import tables_as_markdown
+
+            click.echo(tables_as_markdown(), nl=False)
+            return
         if section == "algorithms":
             click.echo(algorithms_as_markdown(), nl=False)
             return
