@@ -144,6 +144,58 @@ def import_config_command(source: Path, *, output: Path | None, steps: int | Non
         click.echo(to_fill[0].removeprefix("# ") if to_fill else f"now: asyncflow-launch {output} --dry-run")
 
 
+@main.command("ls", cls=OneLineCommand)
+@click.argument("directory", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="A JSON list instead of a table.")
+def ls_command(directory: Path, *, as_json: bool) -> None:
+    """List runs: state, step, reward.
+
+    DIRECTORY: what holds them (runs). A state is running, done, stopped (resumable), failed or killed.
+    """
+    with errors_as_exits():
+        import json
+
+        from launcher.run.several_runs import list_runs, list_text
+
+        runs = list_runs(directory)
+        click.echo(json.dumps([run.as_dict() for run in runs], indent=2) if as_json else list_text(runs))
+
+
+@main.command("diff", cls=OneLineCommand)
+@click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
+def diff_command(run_dirs: tuple[Path, ...]) -> None:
+    """Compare runs: settings that differ, and figures.
+
+    RUN_DIRS: two or more. Figures are means over the last ten steps that all of them finished.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.run.several_runs import diff_text
+
+        if len(run_dirs) < 2:
+            raise ConfigError(f"RUN_DIRS: {run_dirs[0]} alone has nothing to be compared with; name another run")
+        click.echo(diff_text(run_dirs))
+
+
+@main.command("logs", cls=OneLineCommand)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("role", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until the run ends.")
+@click.option("--lines", "-n", type=click.IntRange(0), default=20, show_default=True, help="How many of each log.")
+def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -> None:
+    """Print the ends of a run's logs.
+
+    ROLE: such as rollout, rollout/2 (one rank) or launcher; all by default. What your own functions print is there too.
+    """
+    with errors_as_exits():
+        from launcher.run.several_runs import find_logs, log_lines
+        from launcher.run.status import is_live
+
+        goes_on = (lambda: is_live(run_dir)) if follow else None
+        for line in log_lines(find_logs(run_dir, role), number=lines, follow=goes_on):
+            click.echo(line)
+
+
 @main.command("config", cls=OneLineCommand)
 @click.argument("section", required=False)
 @click.option("--markdown", is_flag=True, help="As docs/configuration.md.")
