@@ -44,7 +44,8 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 @main.command("status", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status_command(run_dir: Path | None, *, as_json: bool) -> None:
+@click.option("--watch", is_flag=True, help="Again every two seconds, until the run ends.")
+def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     """Show what a run is doing, or how it ended.
 
     A live run: its ranks, the queue's tasks and the storage units. RUN_DIR: the newest run by default.
@@ -53,10 +54,17 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
         import time
 
         from launcher.run.rundir import newest_run
-        from launcher.run.status import read_status
+        from launcher.run.status import RunEnd, read_status
 
-        status = read_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
-        click.echo(status.as_json() if as_json else status.as_text(time.time()))
+        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        while True:
+            status = read_status(directory)
+            if watch and not as_json:
+                click.clear()
+            click.echo(status.as_json() if as_json else status.as_text(time.time()))
+            if not watch or isinstance(status, RunEnd):
+                return
+            time.sleep(2)
 
 
 @main.command("init", cls=OneLineCommand)
@@ -405,21 +413,35 @@ def report_command(run_dir: Path | None) -> None:
 
 @main.command("samples", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="Step.  [default: the newest]")
+@click.option("--step", metavar="N[-M]", help="Step, or the first and the last of several.  [default: the newest]")
+@click.option("--group", type=click.IntRange(min=0), metavar="N", help="Only this group's.")
+@click.option("--search", default="", metavar="TEXT", help="Only those that have this text, in any case.")
 @click.option("--worst", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the lowest rewards.")
 @click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
 @click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: how many, from the first.")
-def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
+def samples_command(
+    run_dir: Path | None, *, step: str | None, group: int | None, search: str, worst: int, best: int, number: int
+) -> None:
     """Print conversations of a run with their rewards.
 
-    RUN_DIR: the newest run by default.
+    RUN_DIR: the newest run by default. --group and --search look through all steps unless --step names some.
     """
     with errors_as_exits():
+        import re
+
+        from asyncflow.errors import ConfigError
         from launcher.report.report import samples_text
         from launcher.run.rundir import newest_run
 
+        named = re.fullmatch(r"(\d+)(?:-(\d+))?", step or "0")
+        if named is None:
+            raise ConfigError(f"--step: {step!r} is no step; give a number, or the first and the last, 3-10")
+        steps = None if step is None else (int(named[1]), int(named[2] or named[1]))
+
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")
-        click.echo(samples_text(directory, step=step, worst=worst, best=best, number=number))
+        click.echo(
+            samples_text(directory, steps=steps, worst=worst, best=best, number=number, group=group, search=search)
+        )
 
 
 @main.command("queue", cls=OneLineCommand)
