@@ -266,7 +266,7 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of `k` responses to a prompt is right, 1 - C(n-c, k) / C(n, k).
+    """Return the unbiased chance that one of `k` responses to a prompt is right, 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (2107.03374), equation 1.
 
@@ -279,7 +279,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Return `pass_at_K` with its 95 % Wilson interval over prompts, for K = 2, 4, 8, ... up to the responses to a prompt.
+    """Return `pass_at_K` with its 95 % Wilson interval over prompts, for K = 2, 4, 8, ... as far as responses go.
 
     Args:
         counts: (scored responses, right ones) of each prompt; a prompt with fewer than K does not count for K.
