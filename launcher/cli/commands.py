@@ -44,7 +44,8 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 @main.command("status", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status_command(run_dir: Path | None, *, as_json: bool) -> None:
+@click.option("--watch", is_flag=True, help="Again every two seconds, until the run ends.")
+def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     """Show what a run is doing, or how it ended.
 
     A live run: its ranks, the queue's tasks and the storage units. RUN_DIR: the newest run by default.
@@ -53,10 +54,154 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
         import time
 
         from launcher.run.rundir import newest_run
-        from launcher.run.status import read_status
+        from launcher.run.status import RunEnd, read_status
 
-        status = read_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
-        click.echo(status.as_json() if as_json else status.as_text(time.time()))
+        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        while True:
+            status = read_status(directory)
+            if watch and not as_json:
+                click.clear()
+            click.echo(status.as_json() if as_json else status.as_text(time.time()))
+            if not watch or isinstance(status, RunEnd):
+                return
+            time.sleep(2)
+
+
+@main.command("init", cls=OneLineCommand)
+@click.argument("target", default="config.yaml", type=click.Path(path_type=Path))
+@click.option("--model", help="A Hugging Face directory, or OWNER/NAME on the Hub.  [asked for]")
+@click.option("--data", help="JSONL, JSON, CSV or Parquet with prompts, or OWNER/NAME.  [asked for]")
+@click.option(
+    "--reward",
+    type=click.Choice(["exact", "digits", "math", "math_verify", "own"]),
+    help="How responses are scored; `own`: a stub of yours.  [asked for]",
+)
+@click.option("--prompt-field", help="Field of the prompt.  [by the first row]")
+@click.option("--ground-truth-field", help="Field of the right answer.  [by the first row]")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]), default="cpu", show_default=True)
+@click.option("--devices", type=click.IntRange(2), default=2, show_default=True, help="Processes, or devices.")
+def init_command(
+    target: Path,
+    *,
+    model: str | None,
+    data: str | None,
+    reward: str | None,
+    prompt_field: str | None,
+    ground_truth_field: str | None,
+    device: str,
+    devices: int,
+) -> None:
+    """Write a first configuration, and check it.
+
+    Asks for what no option says, writes TARGET (config.yaml) and perhaps reward.py, and runs the dry-run.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.config.new_config import Answers, first_fields, guess_fields, positions_of, write_config
+
+        missing = [
+            name for name, value in (("--model", model), ("--data", data), ("--reward", reward)) if value is None
+        ]
+        if missing and not sys.stdin.isatty():
+            raise ConfigError(f"{', '.join(missing)}: missing, and there is no terminal to ask at; give it")
+        model = model or click.prompt("Model (a directory, or OWNER/NAME on the Hub)")
+        data = data or click.prompt("Data (a file with prompts, or OWNER/NAME)")
+        reward = reward or click.prompt(
+            "Reward", type=click.Choice(["exact", "digits", "math", "math_verify", "own"]), default="own"
+        )
+        prompt, truth = guess_fields(first_fields(data))
+        answers = Answers(
+            model=model,
+            data=data,
+            reward=reward,
+            devices=devices,
+            prompt_field=prompt_field or prompt,
+            ground_truth_field=ground_truth_field or truth,
+            device=device,
+            positions=positions_of(model),
+        )
+        for path in write_config(answers, target):
+            click.echo(f"wrote {path}")
+        click.echo(f"asyncflow-launch {target} --dry-run says:")
+    launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch")
+
+
+@main.command("import-config", cls=OneLineCommand)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Where to write it.  [default: the terminal]")
+@click.option("--steps", type=click.IntRange(1), help="Number of the last step, where the file counts epochs.")
+def import_config_command(source: Path, *, output: Path | None, steps: int | None) -> None:
+    """Turn a TRL or verl configuration into one of ours.
+
+    SOURCE: a GRPOConfig of TRL, or a configuration of verl's trainer, as YAML or JSON. Every key becomes one of ours,
+    or a comment that says why it does not, or is refused.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.config.import_config import import_config
+
+        text = import_config(source, steps=steps)
+        if output is None:
+            click.echo(text, nl=False)
+            return
+        if output.exists():
+            raise ConfigError(f"--output: {output} exists; name another file, or remove it")
+        output.write_text(text, encoding="utf-8")
+        click.echo(f"wrote {output}")
+        to_fill = [line for line in text.splitlines() if line.startswith("# TO FILL IN")]
+        click.echo(to_fill[0].removeprefix("# ") if to_fill else f"now: asyncflow-launch {output} --dry-run")
+
+
+@main.command("ls", cls=OneLineCommand)
+@click.argument("directory", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="A JSON list instead of a table.")
+def ls_command(directory: Path, *, as_json: bool) -> None:
+    """List runs: state, step, reward.
+
+    DIRECTORY: what holds them (runs). A state is running, done, stopped (resumable), failed or killed.
+    """
+    with errors_as_exits():
+        import json
+
+        from launcher.run.several_runs import list_runs, list_text
+
+        runs = list_runs(directory)
+        click.echo(json.dumps([run.as_dict() for run in runs], indent=2) if as_json else list_text(runs))
+
+
+@main.command("diff", cls=OneLineCommand)
+@click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
+def diff_command(run_dirs: tuple[Path, ...]) -> None:
+    """Compare runs: settings that differ, and figures.
+
+    RUN_DIRS: two or more. Figures are means over the last ten steps that all of them finished.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.run.several_runs import diff_text
+
+        if len(run_dirs) < 2:
+            raise ConfigError(f"RUN_DIRS: {run_dirs[0]} alone has nothing to be compared with; name another run")
+        click.echo(diff_text(run_dirs))
+
+
+@main.command("logs", cls=OneLineCommand)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("role", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until the run ends.")
+@click.option("--lines", "-n", type=click.IntRange(0), default=20, show_default=True, help="How many of each log.")
+def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -> None:
+    """Print the ends of a run's logs.
+
+    ROLE: such as rollout, rollout/2 (one rank) or launcher; all by default. What your own functions print is there too.
+    """
+    with errors_as_exits():
+        from launcher.run.several_runs import find_logs, log_lines
+        from launcher.run.status import is_live
+
+        goes_on = (lambda: is_live(run_dir)) if follow else None
+        for line in log_lines(find_logs(run_dir, role), number=lines, follow=goes_on):
+            click.echo(line)
 
 
 @main.command("config", cls=OneLineCommand)
@@ -65,11 +210,17 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 def config_command(section: str | None, *, markdown: bool) -> None:
     """List configuration keys, types and defaults.
 
-    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does.
+    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does;
+    `importing`: other systems' keys as ours.
     """
     with errors_as_exits():
         from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, as_text, keys_of
 
+        if section == "importing":
+            from launcher.config.import_config import tables_as_markdown
+
+            click.echo(tables_as_markdown(), nl=False)
+            return
         if section == "algorithms":
             click.echo(algorithms_as_markdown(), nl=False)
             return
@@ -262,21 +413,35 @@ def report_command(run_dir: Path | None) -> None:
 
 @main.command("samples", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="Step.  [default: the newest]")
+@click.option("--step", metavar="N[-M]", help="Step, or the first and the last of several.  [default: the newest]")
+@click.option("--group", type=click.IntRange(min=0), metavar="N", help="Only this group's.")
+@click.option("--search", default="", metavar="TEXT", help="Only those that have this text, in any case.")
 @click.option("--worst", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the lowest rewards.")
 @click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
 @click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: how many, from the first.")
-def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
+def samples_command(
+    run_dir: Path | None, *, step: str | None, group: int | None, search: str, worst: int, best: int, number: int
+) -> None:
     """Print conversations of a run with their rewards.
 
-    RUN_DIR: the newest run by default.
+    RUN_DIR: the newest run by default. --group and --search look through all steps unless --step names some.
     """
     with errors_as_exits():
+        import re
+
+        from asyncflow.errors import ConfigError
         from launcher.report.report import samples_text
         from launcher.run.rundir import newest_run
 
+        named = re.fullmatch(r"(\d+)(?:-(\d+))?", step or "0")
+        if named is None:
+            raise ConfigError(f"--step: {step!r} is no step; give a number, or the first and the last, 3-10")
+        steps = None if step is None else (int(named[1]), int(named[2] or named[1]))
+
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")
-        click.echo(samples_text(directory, step=step, worst=worst, best=best, number=number))
+        click.echo(
+            samples_text(directory, steps=steps, worst=worst, best=best, number=number, group=group, search=search)
+        )
 
 
 @main.command("queue", cls=OneLineCommand)

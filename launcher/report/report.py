@@ -78,24 +78,45 @@ def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None
 _RULE = "=" * 100
 
 
-def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, number: int) -> str:
-    """Return the rollouts of a step of a run, which may be live.
+def samples_text(
+    run_dir: Path,
+    *,
+    steps: tuple[int, int] | None,
+    worst: int,
+    best: int,
+    number: int,
+    group: int | None = None,
+    search: str = "",
+) -> str:
+    """Return rollouts of a run, which may be live.
 
     Args:
-        step: None: the newest one.
+        steps: the first and the last step; None: the newest step, or all of them with `group` or `search`.
         worst, best: numbers of rollouts with the lowest and highest reward; both 0: the first `number` ones.
+        group: only this group's.
+        search: only those whose prompt, response, conversation or ground truth has this text, in any case.
 
     Raises:
-        ConfigError: the run or the step has no samples.
+        ConfigError: the run has no such samples.
     """
     lines = list(_lines(run_dir))
     if not lines:
         raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has no samples; see rollout.samples_per_step")
-    steps = sorted({line["step"] for line in lines})
-    step = steps[-1] if step is None else step
-    chosen = [line for line in lines if line["step"] == step]
+    there = sorted({line["step"] for line in lines})
+    if steps is None:
+        steps = (there[0], there[-1]) if search or group is not None else (there[-1], there[-1])
+    first, last = steps
+    where = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [line for line in lines if first <= line["step"] <= last]
+    if not lines:
+        named = str(first) if first == last else f"{first}-{last}"
+        raise ConfigError(f"--step: {named} has no samples; there are steps {there[0]} to {there[-1]}")
+    chosen = [line for line in lines if group in (None, line["group"]) and _has(line, search)]
     if not chosen:
-        raise ConfigError(f"--step: {step} has no samples; there are steps {steps[0]} to {steps[-1]}")
+        what = f"--group: {group}" if group is not None else f"--search: {search!r}"
+        raise ConfigError(
+            f"{what} is in none of the {len(lines)} rollouts kept of {where}; see rollout.samples_per_step"
+        )
     if worst or best:
         scored = [line for line in chosen if line["reward"] is not None]
         low = heapq.nsmallest(worst, scored, key=lambda line: line["reward"])
@@ -103,7 +124,16 @@ def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, numb
         shown = low + [line for line in reversed(high) if line not in low]
     else:
         shown = chosen[:number]
-    return "\n".join(map(_text, shown)) + f"\n{_RULE}\n{len(shown)} of {len(chosen)} rollouts kept of step {step}"
+    return "\n".join(map(_text, shown)) + f"\n{_RULE}\n{len(shown)} of {len(chosen)} rollouts kept of {where}"
+
+
+def _has(line: dict[str, Any], search: str) -> bool:
+    texts = (line["prompt"], line["response"], line.get("ground_truth"), line.get("conversations"))
+    return not search or any(
+        search.lower() in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).lower()
+        for text in texts
+        if text
+    )
 
 
 def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -117,7 +147,7 @@ def _text(line: dict[str, Any]) -> str:
     versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
     cut = ", truncated" if line["truncated"] else ""
     tokens = f"{line['response_tokens']} tokens ({versions}){cut}"
-    head = f"{_RULE}\ngroup {line['group']}, row {line['index']}: {reward}, {tokens}"
+    head = f"{_RULE}\nstep {line['step']}, group {line['group']}, row {line['index']}: {reward}, {tokens}"
     conversations = line.get("conversations") or [
         [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
     ]
@@ -166,7 +196,7 @@ def write_report(run_dir: Path) -> Path:
             ranges={name: f"{min(curves[name].values()):.4g} to {max(curves[name].values()):.4g}" for name in names},
             newest={name: list(curves[name].values())[-1] for name in names},
             account=_or_why_not(lambda: account_text(RunTimeline.read(run_dir).account_by_role())),
-            samples=_or_why_not(lambda: samples_text(run_dir, step=None, worst=2, best=2, number=4)),
+            samples=_or_why_not(lambda: samples_text(run_dir, steps=None, worst=2, best=2, number=4)),
             settings=(run_dir / CONFIG_FILE).read_text(),
         )
         (run_dir / REPORT_FILE).write_text(text)

@@ -75,7 +75,7 @@ class RunStatus:
             raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
         fields = _newest_fields(run_dir)
         launcher = running_launcher(run_dir)
-        if not _is_live(run_dir):
+        if not is_live(run_dir):
             raise ConfigError(
                 f"run directory: no run is active in {run_dir}; results are in metrics.jsonl and logs/; to continue: "
                 f"asyncflow-launch --resume {run_dir}"
@@ -266,7 +266,7 @@ class RunEnd:
 
 def read_status(run_dir: Path) -> RunStatus | RunEnd:
     """Return the newest snapshot of a live run, or how a run ended; raises as `RunStatus.read`."""
-    end = None if _is_live(run_dir) else RunEnd.read(run_dir)
+    end = None if is_live(run_dir) else RunEnd.read(run_dir)
     return RunStatus.read(run_dir) if end is None else end
 
 
@@ -285,7 +285,7 @@ def _duration(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _is_live(run_dir: Path) -> bool:
+def is_live(run_dir: Path) -> bool:
     """Return whether the run's launcher runs on this host or, judging by its last snapshot, on another."""
     if running_launcher(run_dir) is not None:
         return True

@@ -265,6 +265,40 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the unbiased chance that one of `k` responses to a prompt is right, 1 - C(n-c, k) / C(n, k).
+
+    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (2107.03374), equation 1.
+
+    Args:
+        num_samples: responses to the prompt, n >= k.
+        num_correct: of these, c.
+    """
+    # As a product, since the binomials of 64 responses exceed a double's exact integers.
+    return 1.0 - math.prod(1.0 - k / n for n in range(num_samples - num_correct + 1, num_samples + 1))
+
+
+def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Return `pass_at_K` with its 95 % Wilson interval over prompts, for K = 2, 4, 8, ... as far as responses go.
+
+    Args:
+        counts: (scored responses, right ones) of each prompt; a prompt with fewer than K does not count for K.
+    """
+    rates: dict[str, float] = {}
+    most = max((number for number, _ in counts), default=0)
+    for k in (2**power for power in range(1, most.bit_length())):
+        each = [pass_at_k(number, right, k) for number, right in counts if number >= k]
+        mean = math.fsum(each) / len(each)
+        # A prompt's estimate lies between 0 and 1, so it varies at most as a success or failure does.
+        low, high = wilson_interval(mean, len(each))
+        rates |= {
+            f"pass_at_{k}": round(mean, 6),
+            f"pass_at_{k}_low": round(low, 6),
+            f"pass_at_{k}_high": round(high, 6),
+        }
+    return rates
+
+
 def evaluation_line(
     rollouts: Sequence[FinishedRollout],
     scores: Sequence[ScoredResponse],
@@ -295,11 +329,23 @@ def evaluation_line(
         "reward_failures": num_samples - len(known),
         "response_tokens_mean": round(sum(rollout.log_probs_A.numel() for rollout in rollouts) / num_samples, 3),
         "truncated_fraction": round(sum(rollout.truncated for rollout in rollouts) / num_samples, 6),
+        **pass_rates(_counts_by_prompt(rollouts, scores, num_samples // num_prompts)),
         "num_prompts": num_prompts,
         "num_samples": num_samples,
         "time_s": round(time_s, 3),
         "seconds": round(seconds, 4),
     }
+
+
+def _counts_by_prompt(
+    rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse], size: int
+) -> list[tuple[int, int]]:
+    counts: dict[int, tuple[int, int]] = {}
+    for rollout, score in zip(rollouts, scores, strict=True):
+        if not score.failure:
+            number, right = counts.get(rollout.index // size, (0, 0))
+            counts[rollout.index // size] = number + 1, right + bool(score.correct)
+    return list(counts.values())
 
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:

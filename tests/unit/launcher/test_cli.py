@@ -599,7 +599,7 @@ def test_no_command_s_summary_is_cut_off() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["bogus"], "Error: No such command 'bogus'; see main --help\n"),
+        (["xyzzy"], "Error: No such command 'xyzzy'; see main --help\n"),
         (["import-gguf"], "Error: Missing argument 'SOURCE'; see main import-gguf --help\n"),
         (["import-gguf", "a", "b", "--dtype", "x"], "Error: --dtype: 'x' is not one of 'float32', 'bfloat16'; see "),
     ],

@@ -39,11 +39,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def shown(text: str) -> list[int]:
-    return [int(each.split("row ")[1].split(":")[0]) for each in text.splitlines() if each.startswith("group ")]
+    return [int(each.split("row ")[1].split(":")[0]) for each in text.splitlines() if each.startswith("step ")]
 
 
 def test_the_worst_and_the_best_of_the_newest_step_are_shown(run_dir: Path) -> None:
-    text = samples_text(run_dir, step=None, worst=2, best=1, number=4)
+    text = samples_text(run_dir, steps=None, worst=2, best=1, number=4)
     assert shown(text) == [2, 1, 4]
     assert "-> multiply" in text
     assert "[tool] eight" in text
@@ -51,7 +51,7 @@ def test_the_worst_and_the_best_of_the_newest_step_are_shown(run_dir: Path) -> N
 
 
 def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: Path) -> None:
-    text = samples_text(run_dir, step=2, worst=0, best=0, number=2)
+    text = samples_text(run_dir, steps=(2, 2), worst=0, best=0, number=2)
     assert shown(text) == [1, 2]
     assert "\x1b" not in text
     assert "says \\x1b[2J1" in text
@@ -59,4 +59,17 @@ def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: 
 
 def test_a_step_without_samples_is_named(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--step: 7 has no samples; there are steps 1 to 2"):
-        samples_text(run_dir, step=7, worst=0, best=0, number=1)
+        samples_text(run_dir, steps=(7, 7), worst=0, best=0, number=1)
+
+
+def test_steps_group_and_text_choose_rollouts(run_dir: Path) -> None:
+    def rows(steps: tuple[int, int] | None = None, group: int | None = None, search: str = "") -> list[int]:
+        return shown(samples_text(run_dir, steps=steps, worst=0, best=0, number=9, group=group, search=search))
+
+    assert rows((1, 2)) == [0, 1, 2, 3, 4]
+    assert rows(search="QUESTION 1") == [1]
+    assert rows(search="eight") == [4]  # in a conversation
+    assert rows((1, 1), group=0) == [0]
+    for choice, told in (({"group": 7}, "--group: 7"), ({"search": "nowhere"}, "--search: 'nowhere'")):
+        with pytest.raises(ConfigError, match=told):
+            rows(**choice)  # type: ignore[arg-type]

@@ -1,0 +1,842 @@
+"""`asyncflow import-config`: a GRPO configuration of TRL, or a PPO trainer's of verl, as one of ours.
+
+Every key that the file gives ends in one of three ways: as ours; as a line that says why it has no counterpart; or,
+where a run without it would learn something else, as a refusal. The tables below are also a page, docs/importing.md.
+
+Sources: `GRPOConfig`, `GRPOScriptArguments` and `ModelConfig` of TRL 1.16; `ppo_trainer.yaml` of verl (0.5 to 0.8).
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncflow.errors import ConfigError
+from launcher.config.load_config import read_yaml
+
+Found = dict[str, Any]
+"""Their keys, dotted, and the values that a file gives."""
+
+
+@dataclass
+class Ours:
+    """A configuration of ours in the making."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # Our dotted key -> value
+    origins: dict[str, str] = field(default_factory=dict)  # Our dotted key -> what it was made of
+    left: list[tuple[str, str]] = field(default_factory=list)  # Their key with its value, and why it is left out
+    to_fill: list[str] = field(default_factory=list)  # What only the user knows
+
+    def set_value(self, key: str, value: Any, origin: str) -> None:
+        self.values[key] = value
+        self.origins[key] = origin
+
+    def leave_out(self, key: str, value: Any, why: str) -> None:
+        self.left.append((f"{key}: {json.dumps(value)}", why))
+
+
+@dataclass(frozen=True)
+class Same:
+    """Their key has the meaning of one of ours."""
+
+    ours: str
+    convert: Callable[[Any], Any] = lambda value: value
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Their key has no counterpart; a run does not need it."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Their key changes what is learnt and has no counterpart, unless its value is one of `harmless`."""
+
+    why: str
+    harmless: tuple[Any, ...] = (None, False)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Their key is converted together with others."""
+
+    ours: str
+    how: str
+
+
+Rule = Same | Left | Refused | Together
+
+_OUR_OWN = "the launcher places processes: --roles"
+_LOGS = "every run writes metrics.jsonl, samples/ and report.html; see `loggers`"
+_SAVES = "checkpoints are asynchronous and sharded: section checkpoint"
+_MEMORY = "weights are sharded over the role's ranks; `asyncflow plan` finds sizes that fit"
+_RAY = "there is no Ray"
+_PADDING = "batches are packed, never padded"
+_PERFORMANCE = "decided by the engine"
+
+
+def _positive(value: Any) -> Any:
+    return max(0, value or 0)
+
+
+def _dtype(value: Any) -> Any:
+    return {"float16": "float16", "half": "float16", "fp16": "float16", "fp32": "float32", "float": "float32"}.get(
+        str(value), "float32" if "32" in str(value) else "bfloat16"
+    )
+
+
+TRL: Mapping[str, Rule] = {
+    "model_name_or_path": Same("model.path"),
+    "model_revision": Same("model.revision", note="`main` is the default"),
+    "dtype": Same("model.dtype", _dtype, "the trainer's master weights are float32"),
+    "torch_dtype": Same("model.dtype", _dtype),
+    "bf16": Together("actor.autocast", "bfloat16"),
+    "fp16": Refused("float16 needs a loss scale, which no engine of ours has; use bf16"),
+    "dataset_name": Same("data.path"),
+    "dataset_config": Same("data.subset"),
+    "dataset_train_split": Same("data.split"),
+    "dataset_test_split": Together("evaluate.split", "with `eval_strategy`"),
+    "dataset_streaming": Left("rows are read once, and prompts are made as they are needed"),
+    "shuffle_dataset": Same("data.shuffle"),
+    "max_prompt_length": Same("data.max_prompt_tokens", note="ours leaves a longer prompt out (data.overlong)"),
+    "chat_template_kwargs": Same("data.chat_template_options"),
+    "reward_funcs": Together("reward.function", "`accuracy_reward`: math_verify; a dotted name: module:function"),
+    "reward_model_name_or_path": Same("reward.model.path"),
+    "reward_weights": Refused("there is one reward; weigh the parts in a function of your own", (None, [1.0], [1])),
+    "multi_objective_aggregation": Refused("there is one reward", (None, "sum_then_normalize")),
+    "learning_rate": Same("actor.lr"),
+    "lr_scheduler_type": Together("actor.lr_schedule", "constant, linear, cosine, constant_with_warmup"),
+    "lr_scheduler_kwargs": Refused("see actor.lr_min_ratio and actor.lr_decay_steps", (None, {})),
+    "warmup_steps": Together("actor.lr_warmup_steps", "below 1: a share of the steps"),
+    "warmup_ratio": Together("actor.lr_warmup_steps", "a share of the steps"),
+    "weight_decay": Same("actor.weight_decay", note="norms and biases do not decay, as there"),
+    "adam_beta1": Together("actor.betas", "[adam_beta1, adam_beta2]"),
+    "adam_beta2": Together("actor.betas", "[adam_beta1, adam_beta2]"),
+    "adam_epsilon": Same("actor.eps"),
+    "optim": Refused("AdamW is the only optimizer", (None, "adamw_torch", "adamw_torch_fused")),
+    "max_grad_norm": Same("actor.grad_clip", lambda value: value or None),
+    "gradient_checkpointing": Same("actor.gradient_checkpointing"),
+    "per_device_train_batch_size": Together("schedule.rollout_batch_size", "see below"),
+    "gradient_accumulation_steps": Together("schedule.rollout_batch_size", "see below"),
+    "steps_per_generation": Together("schedule.rollout_batch_size", "see below"),
+    "generation_batch_size": Together("schedule.rollout_batch_size", "see below"),
+    "num_generations": Same("schedule.n_samples_per_prompt"),
+    "num_iterations": Same("actor.ppo_epochs"),
+    "num_train_epochs": Together("steps", "prompts / schedule.rollout_batch_size x epochs"),
+    "max_steps": Together("steps", "optimizer steps / updates of one step of ours"),
+    "max_completion_length": Same("rollout.max_response_tokens"),
+    "temperature": Same("rollout.temperature"),
+    "top_p": Same("rollout.top_p"),
+    "top_k": Same("rollout.top_k", _positive),
+    "min_p": Refused("the log-probabilities would be of another distribution", (None, 0, 0.0)),
+    "repetition_penalty": Refused("the log-probabilities would be of another distribution", (None, 1, 1.0)),
+    "generation_kwargs": Refused("see section rollout", (None, {})),
+    "use_vllm": Together("rollout.engine", "vllm, else hf"),
+    "vllm_gpu_memory_utilization": Same("vllm.gpu_memory_utilization", note="ours has the device for itself"),
+    "vllm_max_model_length": Same("vllm.max_model_len"),
+    "vllm_max_model_len": Same("vllm.max_model_len"),
+    "vllm_tensor_parallel_size": Same("vllm.tensor_parallel_size"),
+    "beta": Same("algorithm.kl_coef"),
+    "epsilon": Same("algorithm.eps_clip"),
+    "epsilon_high": Same("algorithm.eps_clip_high"),
+    "delta": Same("algorithm.dual_clip", note="where the advantage is negative; TRL's default is none, ours 3"),
+    "importance_sampling_level": Together("algorithm.name", "`sequence`: gspo"),
+    "loss_type": Together("algorithm.loss_normalization", "grpo: sequence; dapo, bnpo: token; dr_grpo: constant"),
+    "scale_rewards": Together("algorithm.scale_advantages_by_std", "group: true; none: false; batch is refused"),
+    "mask_truncated_completions": Same("rollout.truncated", lambda value: "mask" if value else "train"),
+    "sync_ref_model": Together("algorithm.ref_update_interval", "with ref_model_sync_steps"),
+    "ref_model_sync_steps": Together("algorithm.ref_update_interval", "with sync_ref_model"),
+    "ref_model_mixup_alpha": Together("algorithm.ref_update_interval", "only 1: the reference becomes the policy"),
+    "top_entropy_quantile": Refused("every drawn token is trained", (None, 1, 1.0)),
+    "entropy_coef": Same("algorithm.entropy_coef"),
+    "use_adaptive_entropy": Refused("algorithm.entropy_coef is a constant"),
+    "vllm_importance_sampling_correction": Together("algorithm.off_policy.method", "false: none"),
+    "vllm_importance_sampling_mode": Together(
+        "algorithm.off_policy", "token_truncate: truncated_is; token_mask: decoupled; sequence_mask: a mask"
+    ),
+    "vllm_importance_sampling_clip_max": Together("algorithm.off_policy.cap", "with the mode"),
+    "vllm_importance_sampling_cap": Together("algorithm.off_policy.cap", "with the mode"),
+    "vllm_importance_sampling_clip_min": Refused("weights have no lower bound; see off_policy.method: icepop"),
+    "off_policy_mask_threshold": Refused("see algorithm.off_policy.mask"),
+    "use_bias_correction_kl": Refused("kl_estimator: k2 has the exact gradient on-policy", (None, False, True)),
+    "use_peft": Refused("adapters are not trained yet"),
+    "load_in_4bit": Refused("quantised weights cannot be trained"),
+    "load_in_8bit": Refused("quantised weights cannot be trained"),
+    "router_aux_loss_coef": Refused("mixtures of experts are refused", (None, 0, 0.0)),
+    "seed": Same("seed"),
+    "save_steps": Same("checkpoint.interval", lambda value: int(value) if value >= 1 else 20),
+    "save_total_limit": Same("checkpoint.keep_last"),
+    "save_strategy": Together("checkpoint.interval", "no: 0"),
+    "eval_strategy": Together("evaluate", "no: no evaluation"),
+    "eval_steps": Together("evaluate.interval", "with `eval_strategy`"),
+    "num_generations_eval": Together("evaluate.n_samples_per_prompt", "with `eval_strategy`"),
+    "run_name": Same("name", lambda value: str(value).replace("/", "-")),
+    "output_dir": Left("the run's directory: --run-dir"),
+    "report_to": Together("loggers", "wandb, tensorboard, trackio, mlflow, swanlab"),
+    "max_tool_calling_iterations": Same("rollout.max_turns"),
+    "attn_implementation": Left("engines choose their attention; docs/engines.md"),
+    "trust_remote_code": Refused("models with code of their own are refused"),
+}  # fmt: skip
+"""TRL's keys. All others of `TrainingArguments` are left out with a line."""
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+VERL: Mapping[str, Rule] = {
+    "actor_rollout_ref.model.path": Same("model.path"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Same("actor.gradient_checkpointing"),
+    "actor_rollout_ref.model.lora_rank": Refused("adapters are not trained yet", (None, 0)),
+    "actor_rollout_ref.model.trust_remote_code": Refused("models with code of their own are refused"),
+    "data.train_files": Together("data.path", "several files: data.mixture"),
+    "data.val_files": Together("evaluate.path", "the first one"),
+    "data.prompt_key": Same("data.prompt_field"),
+    "data.max_prompt_length": Same("data.max_prompt_tokens"),
+    "data.max_response_length": Same("rollout.max_response_tokens"),
+    "data.train_batch_size": Same("schedule.rollout_batch_size"),
+    "data.shuffle": Same("data.shuffle"),
+    "data.seed": Same("seed", lambda value: value or 0),
+    "data.filter_overlong_prompts": Together("data.overlong", "true: skip; else `truncation: error` is reject"),
+    "data.truncation": Together("data.overlong", "prompts are never cut"),
+    "data.apply_chat_template_kwargs": Same("data.chat_template_options"),
+    "data.custom_cls.path": Refused("see data.source"),
+    "data.sampler.class_path": Refused("see data.sampler"),
+    "data.reward_fn_key": Together("data.ground_truth_field", "rows have reward_model.ground_truth"),
+    _ACTOR + "strategy": Together("actor.engine", "fsdp, fsdp2: fsdp; megatron"),
+    _ACTOR + "ppo_mini_batch_size": Together("actor.num_mini_batches", "train_batch_size / ppo_mini_batch_size"),
+    _ACTOR + "ppo_micro_batch_size_per_gpu": Same("actor.micro_batch_size"),
+    _ACTOR + "use_dynamic_bsz": Together("actor.max_tokens_per_micro_batch", "with ppo_max_token_len_per_gpu"),
+    _ACTOR + "ppo_max_token_len_per_gpu": Together("actor.max_tokens_per_micro_batch", "with use_dynamic_bsz"),
+    _ACTOR + "ppo_epochs": Same("actor.ppo_epochs"),
+    _ACTOR + "clip_ratio": Same("algorithm.eps_clip"),
+    _ACTOR + "clip_ratio_low": Same("algorithm.eps_clip"),
+    _ACTOR + "clip_ratio_high": Same("algorithm.eps_clip_high"),
+    _ACTOR + "clip_ratio_c": Same("algorithm.dual_clip"),
+    _ACTOR + "loss_agg_mode": Together(
+        "algorithm.loss_normalization",
+        "token-mean: token; seq-mean-token-mean: sequence; seq-mean-token-sum-norm: constant",
+    ),
+    _ACTOR + "policy_loss.loss_mode": Together("algorithm.name", "vanilla, gspo; others are refused"),
+    _ACTOR + "entropy_coeff": Same("algorithm.entropy_coef"),
+    _ACTOR + "use_kl_loss": Together("algorithm.kl_coef", "with kl_loss_coef"),
+    _ACTOR + "kl_loss_coef": Together("algorithm.kl_coef", "with use_kl_loss"),
+    _ACTOR + "kl_loss_type": Together("algorithm.kl_estimator", "kl, k1: k1; mse, k2: k2; low_var_kl, k3: k3"),
+    _ACTOR + "grad_clip": Same("actor.grad_clip"),
+    _ACTOR + "optim.lr": Same("actor.lr"),
+    _ACTOR + "optim.weight_decay": Same("actor.weight_decay"),
+    _ACTOR + "optim.lr_warmup_steps": Together("actor.lr_warmup_steps", "else lr_warmup_steps_ratio"),
+    _ACTOR + "optim.lr_warmup_steps_ratio": Together("actor.lr_warmup_steps", "a share of the steps"),
+    _ACTOR + "optim.min_lr_ratio": Same("actor.lr_min_ratio", lambda value: value or 0.0),
+    _ACTOR + "optim.warmup_style": Together("actor.lr_schedule", "constant, cosine"),
+    _ACTOR + "optim.lr_scheduler_type": Together("actor.lr_schedule", "constant, cosine"),
+    _ACTOR + "use_torch_compile": Left("there it is the loss alone; ours compiles layers: actor.compile"),
+    _ACTOR + "ulysses_sequence_parallel_size": Refused("see actor.megatron.context_parallel", (None, 1)),
+    _ACTOR + "megatron.tensor_model_parallel_size": Together("actor.megatron.tensor_parallel", "with megatron"),
+    _ACTOR + "megatron.pipeline_model_parallel_size": Together("actor.megatron.pipeline_parallel", "with megatron"),
+    _ACTOR + "megatron.context_parallel_size": Together("actor.megatron.context_parallel", "with megatron"),
+    _ROLLOUT + "name": Together("rollout.engine", "vllm, hf; sglang is refused: rollout.engine openai"),
+    _ROLLOUT + "temperature": Same("rollout.temperature"),
+    _ROLLOUT + "top_k": Same("rollout.top_k", _positive),
+    _ROLLOUT + "top_p": Same("rollout.top_p"),
+    _ROLLOUT + "n": Same("schedule.n_samples_per_prompt"),
+    _ROLLOUT + "dtype": Same("model.dtype", _dtype),
+    _ROLLOUT + "gpu_memory_utilization": Left("there the device is shared with the trainer; ours takes 0.8 of its own"),
+    _ROLLOUT + "enforce_eager": Same("vllm.enforce_eager"),
+    _ROLLOUT + "tensor_model_parallel_size": Same("vllm.tensor_parallel_size"),
+    _ROLLOUT + "max_num_batched_tokens": Together("vllm.engine_args", "max_num_batched_tokens"),
+    _ROLLOUT + "max_model_len": Same("vllm.max_model_len"),
+    _ROLLOUT + "max_num_seqs": Same("rollout.batch_size"),
+    _ROLLOUT + "do_sample": Refused("without sampling a group has equal responses", (None, True)),
+    _ROLLOUT + "multi_turn.enable": Refused("see rollout.function and rollout.tools"),
+    _ROLLOUT + "val_kwargs.temperature": Together("evaluate.temperature", "with val_files"),
+    _ROLLOUT + "val_kwargs.n": Together("evaluate.n_samples_per_prompt", "with val_files"),
+    _ROLLOUT + "val_kwargs.top_p": Together("evaluate.top_p", "with val_files"),
+    _ROLLOUT + "val_kwargs.top_k": Together("evaluate.top_k", "with val_files"),
+    "critic.optim.lr": Together("critic.lr", "with ppo"),
+    "critic.optim.weight_decay": Together("critic.weight_decay", "with ppo"),
+    "critic.model.path": Together("critic.path", "with ppo"),
+    "critic.grad_clip": Together("critic.grad_clip", "with ppo"),
+    "critic.cliprange_value": Together("algorithm.value_clip", "with ppo"),
+    "critic.ppo_micro_batch_size_per_gpu": Together("critic.micro_batch_size", "with ppo"),
+    "trainer.critic_warmup": Together("critic.num_critic_only_steps", "with ppo"),
+    "reward_model.enable": Together("reward.model.path", "with reward_model.model.path"),
+    "reward_model.model.path": Together("reward.model.path", "with reward_model.enable"),
+    "reward_model.reward_manager": Refused(
+        "dapo's penalty for length is algorithm.overlong_buffer_tokens", (None, "naive", "batch", "prime")
+    ),
+    "custom_reward_function.path": Together("reward.function", "module:function, code_directory"),
+    "custom_reward_function.name": Together("reward.function", "module:function, code_directory"),
+    "algorithm.adv_estimator": Together("algorithm.name", "gae: ppo; grpo, rloo, reinforce_plus_plus(_baseline)"),
+    "algorithm.gamma": Together("algorithm.gamma", "with ppo; else only 1"),
+    "algorithm.lam": Together("algorithm.lam", "with ppo"),
+    "algorithm.norm_adv_by_std_in_grpo": Together("algorithm.scale_advantages_by_std", "with grpo"),
+    "algorithm.use_kl_in_reward": Together("algorithm.kl_coef", "with ppo and reinforce_plus_plus"),
+    "algorithm.kl_penalty": Together("algorithm.kl_estimator", "kl alone"),
+    "algorithm.kl_ctrl.kl_coef": Together("algorithm.kl_coef", "with use_kl_in_reward"),
+    "algorithm.kl_ctrl.type": Refused("the coefficient is a constant", (None, "fixed")),
+    "algorithm.filter_groups.enable": Together("algorithm.group_filter", "zero_variance"),
+    "algorithm.use_pf_ppo": Refused("every drawn token counts the same"),
+    "trainer.total_epochs": Together("steps", "prompts / train_batch_size x total_epochs"),
+    "trainer.total_training_steps": Together("steps", "or total_epochs"),
+    "trainer.experiment_name": Same("name", lambda value: str(value).replace("/", "-")),
+    "trainer.logger": Together("loggers", "wandb, tensorboard, trackio, mlflow, swanlab; console is always on"),
+    "trainer.nnodes": Together("roles", "half of all devices generate: see `asyncflow plan`"),
+    "trainer.n_gpus_per_node": Together("roles", "half of all devices generate: see `asyncflow plan`"),
+    "trainer.save_freq": Same("checkpoint.interval", _positive),
+    "trainer.test_freq": Together("evaluate.interval", "with val_files"),
+    "trainer.max_actor_ckpt_to_keep": Same("checkpoint.keep_last", lambda value: value or 2),
+}  # fmt: skip
+"""verl's keys, dotted. All others are left out with a line; see `_VERL_LEFT`."""
+
+_TRL_LEFT: Mapping[str, str] = {
+    "logging": _LOGS, "log_": _LOGS, "num_completions_to_print": _LOGS, "save_": _SAVES,
+    "eval_": "see section evaluate", "vllm_": "the generating instances are processes of the run", "fsdp": _MEMORY,
+    "deepspeed": _MEMORY, "ddp_": _OUR_OWN, "dataloader_": "prompts are made as they are needed",
+    "push_to_hub": "use `hf upload` with hf/",
+    "hub_": "use `hf upload` with hf/", "pad_": _PADDING, "remove_unused_columns": "rewards may ask for any field",
+    "lora_": "adapters are not trained yet", "per_device_eval": "see section evaluate", "disable_dropout": _PERFORMANCE,
+    "sapo_": "belongs to a loss_type that is refused", "vespo_": "belongs to a loss_type that is refused",
+}  # fmt: skip
+_VERL_LEFT: Mapping[str, str] = {
+    "ray_kwargs": _RAY, "ray_init": _RAY, "trainer.ray_": _RAY, "trainer.use_legacy": _RAY,
+    "global_profiler": "see `asyncflow profile` and `asyncflow timeline`", "trainer.": "see --run-dir and checkpoint",
+    "actor_rollout_ref.ref.": "see section ref", "critic.": "see section critic", "reward_model.": "see section reward",
+    "data.": "data is read once, and prompts are made as they are needed", _ACTOR + "checkpoint": _SAVES,
+    _ACTOR + "fsdp_config": _MEMORY, _ACTOR + "megatron": "see actor.megatron",
+    "actor_rollout_ref.model.use_remove_padding": _PADDING, "actor_rollout_ref.": _PERFORMANCE,
+    "algorithm.pf_ppo": "belongs to use_pf_ppo, which is refused",
+}  # fmt: skip
+
+_TRL_DEFAULTS: Found = {
+    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "gradient_checkpointing": True, "num_generations": 8,
+    "max_completion_length": 512, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0, "loss_type": "dapo", "delta": None,
+}  # fmt: skip
+"""Defaults of theirs that differ from ours, and those that the arithmetic of batches needs."""
+_VERL_DEFAULTS: Found = {
+    "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
+    _ACTOR + "ppo_mini_batch_size": 256, _ACTOR + "optim.lr": 1e-6, _ACTOR + "optim.weight_decay": 0.01,
+    _ROLLOUT + "n": 1, _ROLLOUT + "name": "vllm", _ROLLOUT + "dtype": "bfloat16", "algorithm.adv_estimator": "gae",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True, "trainer.nnodes": 1, "trainer.n_gpus_per_node": 8,
+    "data.prompt_key": "prompt", "trainer.total_epochs": 30, "algorithm.lam": 1.0, "critic.optim.weight_decay": 0.01,
+    "critic.cliprange_value": 0.5,
+}  # fmt: skip
+
+_LOGGERS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
+_VERL_ESTIMATORS = {
+    "gae": ("ppo", {}), "grpo": ("grpo", {}), "rloo": ("rloo", {}), "reinforce_plus_plus": ("reinforce_plus_plus", {}),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus", {"baseline": "group"}),
+}  # fmt: skip
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def import_config(source: Path, *, steps: int | None = None) -> str:
+    """Return a configuration of ours, as YAML with comments.
+
+    Args:
+        source: YAML or JSON of TRL or verl; which one, its keys say.
+        steps: number of our last step; None: from the file, if it says so.
+
+    Raises:
+        ConfigError: the file cannot be read, is of neither system, or asks for what a run here would not do.
+    """
+    given = read_yaml(source).values
+    found = _dotted(given)
+    if not found:
+        raise ConfigError(f"{source}: has no settings; give a GRPOConfig of TRL or a verl configuration")
+    if any(key.startswith(("actor_rollout_ref.", "trainer.", "data.")) for key in found):
+        name, ours = "verl", _read_verl(found, source)
+    elif sum(key in TRL for key in found) >= 2:
+        name, ours = "TRL", _read_trl(found, source)
+    else:
+        raise ConfigError(
+            f"{source}: {', '.join(list(found)[:3])}: neither keys of TRL's GRPOConfig nor of verl's trainer; give "
+            f"one of these as YAML or JSON"
+        )
+    if steps is not None:
+        ours.set_value("steps", steps, "--steps")
+        ours.to_fill = [key for key in ours.to_fill if key != "steps"]
+    return _as_yaml(ours, source, name)
+
+
+def _dotted(section: Mapping[Any, Any], prefix: str = "") -> Found:
+    found: Found = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in TRL:
+            found |= _dotted(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = _number(value)
+    return found
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 takes 1e-6 as text; TRL and verl take it as a number.
+    if isinstance(value, str) and value[:1] in "0123456789.-+" and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _convert(
+    found: Found, rules: Mapping[str, Rule], reasons: Mapping[str, str], ignored: Callable[[str, Any], bool]
+) -> Ours:
+    """Convert all keys that stand for themselves. Raises ConfigError for those that are refused."""
+    ours, refused = Ours(), []
+    for key, value in found.items():
+        if ignored(key, value):
+            continue
+        rule = rules.get(key)
+        if isinstance(rule, Same):
+            if value is not None:
+                ours.set_value(rule.ours, rule.convert(value), key)
+        elif isinstance(rule, Left):
+            ours.leave_out(key, value, rule.why)
+        elif isinstance(rule, Refused):
+            if value not in rule.harmless:
+                refused.append(f"{key}: {value!r} has no counterpart ({rule.why})")
+        elif rule is None:
+            why = next((text for start, text in reasons.items() if key.startswith(start)), "has no counterpart")
+            ours.leave_out(key, value, why)
+    if refused:
+        raise ConfigError(f"{'; '.join(refused)}; take it out, and set what is meant in the new file")
+    return ours
+
+
+def _refuse(key: str, value: Any, advice: str) -> ConfigError:
+    return ConfigError(f"{key}: {value!r} has no counterpart; {advice}")
+
+
+def _whole(key: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+        raise ConfigError(f"{key}: {value!r} cannot be used; give a whole number from {least}")
+    return int(value)
+
+
+def _read_trl(found: Found, source: Path) -> Ours:
+    ours = _convert(found, TRL, _TRL_LEFT, lambda key, value: False)
+    for key, value in _TRL_DEFAULTS.items():
+        rule = TRL[key]
+        if isinstance(rule, Same) and rule.ours not in ours.values:
+            ours.set_value(rule.ours, value, f"{key}, TRL's default")
+    get = (_TRL_DEFAULTS | found).get
+    num_processes = 1
+    _trl_batches(ours, get, num_processes)
+    _trl_loss(ours, get)
+    _trl_schedule_of_lr(ours, get)
+    if get("bf16", True):
+        ours.set_value("actor.autocast", "bfloat16", "bf16")
+    _trl_rewards(ours, get)
+    ours.set_value("rollout.engine", "vllm" if get("use_vllm") else "hf", "use_vllm")
+    ours.set_value("data.chat_template", True, "conversational prompts; false for prompts that are plain text")
+    if "data.path" not in ours.values:
+        ours.to_fill.append("data.path")
+    if str(get("eval_strategy", "no")) != "no":
+        ours.set_value("evaluate.path", ours.values.get("data.path"), "dataset_name")
+        ours.set_value("evaluate.split", get("dataset_test_split", "test"), "dataset_test_split")
+        ours.set_value("evaluate.interval", _whole("eval_steps", get("eval_steps") or 10), "eval_steps")
+        if get("num_generations_eval"):
+            ours.set_value("evaluate.n_samples_per_prompt", get("num_generations_eval"), "num_generations_eval")
+    if str(get("save_strategy", "steps")) == "no":
+        ours.set_value("checkpoint.interval", 0, "save_strategy")
+    _set_loggers(ours, get("report_to"), "report_to")
+    _set_roles(ours, 2, "the smallest", "vllm.tensor_parallel_size")
+    return ours
+
+
+def _trl_batches(ours: Ours, get: Callable[..., Any], num_processes: int) -> None:
+    per_device = _whole("per_device_train_batch_size", get("per_device_train_batch_size"))
+    accumulated = _whole("gradient_accumulation_steps", get("gradient_accumulation_steps"))
+    group = _whole("num_generations", get("num_generations"))
+    update = per_device * accumulated * num_processes
+    per_generation = get("steps_per_generation") or accumulated
+    completions = get("generation_batch_size") or per_device * num_processes * per_generation
+    if completions % group or completions % update:
+        raise ConfigError(
+            f"num_generations: {group} does not divide the {completions} completions of a generation step, or an "
+            f"update's {update} do not; correct per_device_train_batch_size, gradient_accumulation_steps "
+            f"or num_generations"
+        )
+    updates = completions // update
+    how = f"{completions} completions of one process / num_generations: multiply by your number of processes"
+    ours.set_value("schedule.rollout_batch_size", completions // group, how)
+    if updates > 1:
+        ours.set_value("actor.num_mini_batches", updates, "steps_per_generation / gradient_accumulation_steps")
+    # Ours cuts whole groups; the result does not depend on it.
+    ours.set_value("actor.micro_batch_size", max(per_device, group), "per_device_train_batch_size, whole groups")
+    if _positive(get("max_steps")) > 0:
+        per_step = updates * _whole("num_iterations", get("num_iterations") or 1)
+        ours.set_value("steps", math.ceil(get("max_steps") / per_step), f"max_steps / {per_step} updates a step")
+    else:
+        ours.to_fill.append("steps")
+        ours.origins["steps"] = f"num_train_epochs {get('num_train_epochs')} x prompts / schedule.rollout_batch_size"
+
+
+def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
+    kind, level = str(get("loss_type")), str(get("importance_sampling_level") or "token")
+    normalization = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant", "cispo": "token"}
+    if kind not in normalization:
+        raise _refuse("loss_type", kind, f"one of {' '.join(normalization)}, or a loss of your own: docs/algorithms.md")
+    if level == "sequence":
+        ours.set_value("algorithm.name", "gspo", "importance_sampling_level")
+        ours.set_value("algorithm.eps_clip", get("epsilon", 0.2), "epsilon")
+    else:
+        ours.set_value("algorithm.name", "cispo" if kind == "cispo" else "grpo", "loss_type")
+    ours.set_value("algorithm.loss_normalization", normalization[kind], f"loss_type {kind}")
+    if ours.values["algorithm.name"] == "cispo":
+        # TRL bounds the weight above, by epsilon_high; our upper bound is 1 + eps_clip_high.
+        high = get("epsilon_high") or get("epsilon", 0.2)
+        ours.set_value("algorithm.eps_clip_high", high - 1, "epsilon_high - 1: the weight is at most epsilon_high")
+        ours.set_value("algorithm.eps_clip", 1.0, "no lower bound, as there")
+        if high <= 1:
+            raise _refuse(
+                "epsilon_high", high, "cispo bounds the weight by it, so it must exceed 1; 5.0 is recommended"
+            )
+        ours.values.pop("algorithm.dual_clip", None)
+    else:
+        ours.set_value("algorithm.dual_clip", get("delta"), "delta")
+    scale = {True: "group", False: "none"}.get(get("scale_rewards", "group"), get("scale_rewards", "group"))
+    if scale not in ("group", "none"):
+        raise _refuse("scale_rewards", scale, "group or none")
+    ours.set_value("algorithm.scale_advantages_by_std", scale == "group", "scale_rewards")
+    ours.set_value("algorithm.advantage_eps", 1e-4, "TRL's")
+    if get("sync_ref_model"):
+        if get("ref_model_mixup_alpha", 0.6) != 1:
+            raise _refuse(
+                "ref_model_mixup_alpha", get("ref_model_mixup_alpha", 0.6), "1: the reference becomes the policy"
+            )
+        ours.set_value("algorithm.ref_update_interval", get("ref_model_sync_steps", 512), "ref_model_sync_steps")
+    if get("vllm_importance_sampling_correction") is False:
+        ours.set_value("algorithm.off_policy.method", "none", "vllm_importance_sampling_correction")
+        return
+    mode, most = get("vllm_importance_sampling_mode"), get("vllm_importance_sampling_clip_max")
+    most = get("vllm_importance_sampling_cap") if most is None else most
+    if mode is None and most is None:
+        return  # Ours by default; the new file's first lines say so.
+    mode, most = mode or "sequence_mask", 3.0 if most is None else most
+    if mode == "sequence_mask":
+        ours.set_value("algorithm.off_policy.mask", "sequence", "vllm_importance_sampling_mode")
+        ours.set_value("algorithm.off_policy.sequence_log_ratio", round(math.log(most), 4), "log clip_max, both ways")
+    elif mode in ("token_truncate", "token_mask"):
+        method = "truncated_is" if mode == "token_truncate" else "decoupled"
+        ours.set_value("algorithm.off_policy.method", method, "vllm_importance_sampling_mode")
+        ours.set_value("algorithm.off_policy.cap", most, "vllm_importance_sampling_clip_max")
+    else:
+        raise _refuse("vllm_importance_sampling_mode", mode, "token_truncate, token_mask or sequence_mask")
+
+
+def _trl_schedule_of_lr(ours: Ours, get: Callable[..., Any]) -> None:
+    kind = str(get("lr_scheduler_type"))
+    known = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+    if kind not in known:
+        raise _refuse("lr_scheduler_type", kind, "one of " + " ".join(known))
+    ours.set_value("actor.lr_schedule", known[kind], "lr_scheduler_type")
+    warmup = get("warmup_steps") or get("warmup_ratio") or 0
+    _set_warmup(ours, warmup, "warmup_steps", "warmup_ratio")
+    if get("adam_beta1") is not None or get("adam_beta2") is not None:
+        ours.set_value("actor.betas", [get("adam_beta1", 0.9), get("adam_beta2", 0.999)], "adam_beta1, adam_beta2")
+
+
+def _set_warmup(ours: Ours, warmup: float, whole: str, share: str) -> None:
+    if warmup >= 1:
+        ours.set_value("actor.lr_warmup_steps", int(warmup), whole)
+    elif warmup > 0 and "steps" in ours.values:
+        ours.set_value(
+            "actor.lr_warmup_steps", math.ceil(warmup * ours.values["steps"]), f"{share} {warmup} of the steps"
+        )
+    elif warmup > 0:
+        ours.to_fill.append("actor.lr_warmup_steps")
+        ours.origins["actor.lr_warmup_steps"] = f"{share} {warmup} x steps"
+
+
+def _trl_rewards(ours: Ours, get: Callable[..., Any]) -> None:
+    named = get("reward_funcs") or []
+    named = [named] if isinstance(named, str) else list(named)
+    if len(named) > 1:
+        raise _refuse("reward_funcs", named, "one function of your own that adds them up, as reward.function")
+    if named == ["accuracy_reward"]:
+        ours.set_value("reward.function", "math_verify", "reward_funcs")
+        ours.set_value("data.ground_truth_field", "solution", "accuracy_reward reads it")
+    elif named and "." in str(named[0]):
+        module, _, function = str(named[0]).rpartition(".")
+        ours.set_value("reward.function", f"{module}:{function}", "reward_funcs; TRL's signature is served")
+        ours.set_value("data.ground_truth_field", None, "your function reads the fields that it names")
+    elif named:
+        raise _refuse("reward_funcs", named[0], "accuracy_reward, or module.function of your own")
+    elif "reward.model.path" in ours.values:
+        ours.set_value("data.ground_truth_field", None, "the model alone decides")
+    else:
+        ours.to_fill.append("reward.function")
+
+
+def _read_verl(found: Found, source: Path) -> Ours:
+    # An interpolation names another key, which is read by itself; `???` is one that was never given.
+    found = {
+        key: value
+        for key, value in found.items()
+        if not key.endswith("_target_") and not str(value).startswith("${") and value != "???"
+    }
+    given = dict(found)
+    ours = _convert(found, VERL, _VERL_LEFT, lambda key, value: value is None or value in ({}, []))
+    for key, value in _VERL_DEFAULTS.items():
+        rule = VERL[key]
+        if isinstance(rule, Same) and rule.ours not in ours.values:
+            ours.set_value(rule.ours, value, f"{key}, verl's default")
+    get = (_VERL_DEFAULTS | given).get
+    _verl_algorithm(ours, get)
+    _verl_data(ours, get, source)
+    _verl_training(ours, get)
+    name = str(get(_ROLLOUT + "name"))
+    if name not in ("vllm", "hf"):
+        raise _refuse(
+            _ROLLOUT + "name", name, "vllm or hf; servers of your own: rollout.engine openai (docs/engines.md)"
+        )
+    ours.set_value("rollout.engine", name, _ROLLOUT + "name")
+    if name == "hf":
+        for key in [key for key in ours.values if key.startswith("vllm.")]:
+            del ours.values[key]
+    elif get(_ROLLOUT + "max_num_batched_tokens"):
+        tokens = {"max_num_batched_tokens": get(_ROLLOUT + "max_num_batched_tokens")}
+        ours.set_value("vllm.engine_args", tokens, _ROLLOUT + "max_num_batched_tokens")
+    _set_loggers(ours, get("trainer.logger"), "trainer.logger")
+    devices = _whole("trainer.nnodes", get("trainer.nnodes")) * _whole(
+        "trainer.n_gpus_per_node", get("trainer.n_gpus_per_node")
+    )
+    _set_roles(ours, devices, f"{devices} devices, which share all roles in verl", "vllm.tensor_parallel_size")
+    return ours
+
+
+def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
+    estimator = str(get("algorithm.adv_estimator"))
+    if estimator not in _VERL_ESTIMATORS:
+        raise _refuse("algorithm.adv_estimator", estimator, f"one of {' '.join(_VERL_ESTIMATORS)}")
+    name, options = _VERL_ESTIMATORS[estimator]
+    mode = str(get(_ACTOR + "policy_loss.loss_mode") or "vanilla")
+    if mode == "gspo" and name == "grpo":
+        name = "gspo"
+    elif mode != "vanilla":
+        raise _refuse(_ACTOR + "policy_loss.loss_mode", mode, "vanilla, or gspo with adv_estimator grpo")
+    ours.set_value("algorithm.name", name, "algorithm.adv_estimator, policy_loss.loss_mode")
+    for key, value in options.items():
+        ours.set_value(f"algorithm.{key}", value, "algorithm.adv_estimator")
+    aggregation = str(get(_ACTOR + "loss_agg_mode") or "token-mean")
+    known = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+    if aggregation not in known:
+        raise _refuse(_ACTOR + "loss_agg_mode", aggregation, "one of " + " ".join(known))
+    ours.set_value("algorithm.loss_normalization", known[aggregation], _ACTOR + "loss_agg_mode")
+    if name in ("grpo", "gspo"):
+        scaled = get("algorithm.norm_adv_by_std_in_grpo")
+        ours.set_value("algorithm.scale_advantages_by_std", scaled is not False, "algorithm.norm_adv_by_std_in_grpo")
+    if get("algorithm.filter_groups.enable"):
+        ours.set_value("algorithm.group_filter", "zero_variance", "algorithm.filter_groups.enable")
+    in_loss, in_reward = bool(get(_ACTOR + "use_kl_loss")), bool(get("algorithm.use_kl_in_reward"))
+    baseline = options.get("baseline")
+    if in_reward and (name not in ("ppo", "reinforce_plus_plus") or baseline):
+        raise _refuse(
+            "algorithm.use_kl_in_reward", True, f"{estimator}: the penalty is a term of the loss (use_kl_loss)"
+        )
+    if in_loss and in_reward:
+        raise _refuse("algorithm.use_kl_in_reward", True, "one KL penalty, here or use_kl_loss")
+    if in_reward:
+        if str(get("algorithm.kl_penalty") or "kl") not in ("kl", "k1"):
+            raise _refuse("algorithm.kl_penalty", get("algorithm.kl_penalty"), "kl")
+        ours.set_value("algorithm.kl_coef", get("algorithm.kl_ctrl.kl_coef", 0.001), "algorithm.kl_ctrl.kl_coef")
+        if name == "ppo":
+            ours.set_value("algorithm.kl_placement", "reward", "algorithm.use_kl_in_reward")
+    elif in_loss:
+        if name == "reinforce_plus_plus" and not baseline:
+            raise _refuse(
+                _ACTOR + "use_kl_loss", True, "reinforce_plus_plus has its penalty in the reward (use_kl_in_reward)"
+            )
+        kind = str(get(_ACTOR + "kl_loss_type") or "low_var_kl").removesuffix("+")
+        if kind not in _KL_ESTIMATORS:
+            raise _refuse(_ACTOR + "kl_loss_type", kind, "one of " + " ".join(_KL_ESTIMATORS))
+        ours.set_value("algorithm.kl_coef", get(_ACTOR + "kl_loss_coef", 0.001), _ACTOR + "kl_loss_coef")
+        if name != "rloo":
+            ours.set_value("algorithm.kl_estimator", _KL_ESTIMATORS[kind], _ACTOR + "kl_loss_type")
+    else:
+        ours.set_value("algorithm.kl_coef", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+    if name == "ppo":
+        for theirs, key, otherwise in (
+            ("algorithm.gamma", "algorithm.gamma", 1.0), ("algorithm.lam", "algorithm.lam", 1.0),
+            ("critic.cliprange_value", "algorithm.value_clip", 0.5), ("critic.optim.lr", "critic.lr", 1e-5),
+            ("critic.optim.weight_decay", "critic.weight_decay", 0.01), ("critic.grad_clip", "critic.grad_clip", 1.0),
+            ("critic.model.path", "critic.path", None), ("trainer.critic_warmup", "critic.num_critic_only_steps", 0),
+            ("critic.ppo_micro_batch_size_per_gpu", "critic.micro_batch_size", 16),
+        ):  # fmt: skip
+            value = get(theirs)
+            ours.set_value(key, otherwise if value is None else value, theirs)
+    elif get("algorithm.gamma", 1.0) not in (1, 1.0, None):
+        raise _refuse("algorithm.gamma", get("algorithm.gamma"), f"{estimator} has one reward a response: 1")
+
+
+def _verl_data(ours: Ours, get: Callable[..., Any], source: Path) -> None:
+    files = get("data.train_files")
+    files = [files] if isinstance(files, str) else list(files or [])
+    if len(files) == 1:
+        ours.set_value("data.path", str(Path(files[0]).expanduser()), "data.train_files")
+    elif files:
+        ours.set_value("data.mixture", [{"path": str(Path(one).expanduser())} for one in files], "data.train_files")
+    else:
+        ours.to_fill.append("data.path")
+    ours.set_value("data.chat_template", True, "verl's prompts are lists of messages")
+    ours.set_value("data.ground_truth_field", "reward_model.ground_truth", "verl's rows")
+    reject = not get("data.filter_overlong_prompts") and str(get("data.truncation") or "error") == "error"
+    ours.set_value("data.overlong", "reject" if reject else "skip", "data.filter_overlong_prompts, data.truncation")
+    held_out = get("data.val_files")
+    held_out = [held_out] if isinstance(held_out, str) else list(held_out or [])
+    interval = get("trainer.test_freq")
+    if held_out and interval and interval > 0:
+        ours.set_value("evaluate.path", str(Path(held_out[0]).expanduser()), "data.val_files")
+        ours.set_value("evaluate.interval", _whole("trainer.test_freq", interval), "trainer.test_freq")
+        for one in held_out[1:]:
+            ours.leave_out("data.val_files", one, "one file is evaluated")
+        for theirs, key in (("temperature", "temperature"), ("n", "n_samples_per_prompt"), ("top_p", "top_p")):
+            if get(f"{_ROLLOUT}val_kwargs.{theirs}") is not None:
+                ours.set_value(f"evaluate.{key}", get(f"{_ROLLOUT}val_kwargs.{theirs}"), f"val_kwargs.{theirs}")
+    path, function = get("custom_reward_function.path"), get("custom_reward_function.name") or "compute_score"
+    if path:
+        place = Path(path).expanduser()
+        ours.set_value(
+            "reward.function", f"{place.stem}:{function}", "custom_reward_function; verl's signature is served"
+        )
+        ours.set_value("code_directory", str(place.parent), "custom_reward_function.path")
+    if get("reward_model.enable"):
+        if not get("reward_model.model.path"):
+            raise ConfigError("reward_model.model.path: missing with reward_model.enable; set it")
+        ours.set_value("reward.model.path", get("reward_model.model.path"), "reward_model.model.path")
+    elif not path:
+        ours.to_fill.append("reward.function")
+
+
+def _verl_training(ours: Ours, get: Callable[..., Any]) -> None:
+    prompts = _whole("data.train_batch_size", get("data.train_batch_size"))
+    mini = _whole(_ACTOR + "ppo_mini_batch_size", get(_ACTOR + "ppo_mini_batch_size"))
+    if prompts % mini:
+        raise ConfigError(
+            f"{_ACTOR}ppo_mini_batch_size: {mini} does not divide data.train_batch_size {prompts}; updates of unequal "
+            f"size have no counterpart, so change one of them"
+        )
+    ours.set_value(
+        "actor.num_mini_batches", prompts // mini, f"train_batch_size {prompts} / ppo_mini_batch_size {mini}"
+    )
+    if get(_ACTOR + "use_dynamic_bsz"):
+        tokens = get(_ACTOR + "ppo_max_token_len_per_gpu") or 16384
+        ours.set_value("actor.max_tokens_per_micro_batch", tokens, _ACTOR + "ppo_max_token_len_per_gpu")
+    strategy = str(get(_ACTOR + "strategy") or "fsdp")
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        raise _refuse(_ACTOR + "strategy", strategy, "fsdp, fsdp2 or megatron")
+    ours.set_value("actor.engine", "megatron" if strategy == "megatron" else "fsdp", _ACTOR + "strategy")
+    ours.set_value("actor.autocast", "bfloat16", "verl computes in it")
+    if strategy == "megatron":
+        for part in ("tensor_model", "pipeline_model", "context"):
+            value = get(f"{_ACTOR}megatron.{part}_parallel_size")
+            if value:
+                name = f"actor.megatron.{part.removesuffix('_model')}_parallel"
+                ours.set_value(name, value, f"{_ACTOR}megatron.{part}_parallel_size")
+    kind = str(get(_ACTOR + "optim.lr_scheduler_type") or get(_ACTOR + "optim.warmup_style") or "constant")
+    if kind not in ("constant", "cosine"):
+        raise _refuse(_ACTOR + "optim.lr_scheduler_type", kind, "constant or cosine")
+    ours.set_value("actor.lr_schedule", kind, _ACTOR + "optim.lr_scheduler_type")
+    total = get("trainer.total_training_steps")
+    if total:
+        ours.set_value("steps", _whole("trainer.total_training_steps", total), "trainer.total_training_steps")
+    else:
+        ours.to_fill.append("steps")
+        ours.origins["steps"] = f"total_epochs {get('trainer.total_epochs')} x prompts / {prompts}"
+    warmup = _positive(get(_ACTOR + "optim.lr_warmup_steps"))
+    share = get(_ACTOR + "optim.lr_warmup_steps_ratio") or 0
+    _set_warmup(ours, warmup or share, "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio")
+
+
+def _set_loggers(ours: Ours, named: Any, key: str) -> None:
+    named = [named] if isinstance(named, str) else list(named or [])
+    known = [{"name": name} for name in named if name in _LOGGERS]
+    for name in named:
+        if name not in _LOGGERS and name not in ("console", "none", "all"):
+            ours.leave_out(key, name, f"there is no such logger; one of {' '.join(_LOGGERS)}")
+    if known:
+        ours.set_value("loggers", known, key)
+
+
+def _set_roles(ours: Ours, devices: int, origin: str, width: str) -> None:
+    tensor = ours.values.get(width, 1)
+    roles = {"rollout": max(1, devices // 2 // tensor), "actor": max(1, devices // 2)}
+    if ours.values.get("algorithm.name") == "ppo":
+        roles["critic"] = roles["actor"] = max(1, devices // 4)
+    ours.set_value("roles", roles, f"{origin}; `asyncflow plan` finds a better split")
+
+
+_ORDER = ("name", "seed", "steps", "roles", "code_directory", "model", "data", "reward", "algorithm", "schedule",
+          "rollout", "vllm", "actor", "critic", "evaluate", "checkpoint", "loggers")  # fmt: skip
+
+
+def _as_yaml(ours: Ours, source: Path, system: str) -> str:
+    lines = [
+        f"# Made of {source.name}, a configuration of {system}, by `asyncflow import-config`.",
+        "# Different by nature: training goes on while rollouts are generated, with weights at most",
+        "# schedule.max_staleness steps old; `mode: sync` takes turns. Truncated importance sampling corrects for the",
+        "# rest (algorithm.off_policy).",
+    ]
+    if ours.to_fill:
+        lines.append(f"# TO FILL IN: {', '.join(ours.to_fill)}")
+    ours.values.setdefault("schedule.mode", "async")
+    ours.values.setdefault("schedule.max_staleness", 1)
+    tree: dict[str, Any] = {}
+    for key in [*ours.values, *ours.to_fill]:
+        *sections, last = key.split(".")
+        place = tree
+        for part in sections:
+            place = place.setdefault(part, {})
+        place.setdefault(last, ours.values.get(key, _FILL))
+    lines += _section(dict(sorted(tree.items(), key=lambda item: _ORDER.index(item[0]))), ours.origins, "")
+    if ours.left:
+        lines += ["", "# Without a counterpart:"]
+        lines += [f"#   {what}: {why}" for what, why in ours.left]
+    return "\n".join(lines) + "\n"
+
+
+_FILL = object()
+
+
+def _section(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str) -> list[str]:
+    lines: list[str] = []
+    indent = "  " * prefix.count(".")
+    leading = ("name", "path", "function", "engine", "mode") if prefix else ()
+    for key in sorted(tree, key=lambda one: leading.index(one) if one in leading else len(leading)):
+        value = tree[key]
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in origins:
+            lines += [*([""] if not prefix else []), f"{indent}{key}:"]
+            lines += _section(value, origins, f"{name}.")
+            continue
+        origin = f"  # {origins[name]}" if name in origins else ""
+        if value is _FILL:
+            lines.append(f"{indent}# {key}:{origin.replace('  # ', '  ') if origin else ' your own'}")
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+            lines.append(f"{indent}{key}: {text}{origin}")
+    return lines
+
+
+def tables_as_markdown() -> str:
+    """Return docs/importing.md's tables."""
+    lines: list[str] = []
+    for system, rules in (("TRL", TRL), ("verl", VERL)):
+        lines += [f"### {system}", "", f"| {system} | ours | how |", "|---|---|---|"]
+        for key, rule in rules.items():
+            if isinstance(rule, Same | Together):
+                how = rule.note if isinstance(rule, Same) else rule.how
+                lines.append(f"| `{key}` | `{rule.ours}` | {how} |")
+            elif isinstance(rule, Refused):
+                lines.append(f"| `{key}` | refused | {rule.why} |")
+            else:
+                lines.append(f"| `{key}` | left out | {rule.why} |")
+        lines.append("")
+    return "\n".join(lines)

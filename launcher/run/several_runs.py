@@ -1,0 +1,254 @@
+"""Looking over runs: `asyncflow ls`, `asyncflow diff`, and the log lines of one, `asyncflow logs`. Torch-free.
+
+Everything is read from the runs' files; a live run notices nothing.
+"""
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ConfigError
+from asyncflow.json_lines import LineReader
+from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
+from launcher.config.load_config import read_yaml
+from launcher.process.progress import table
+from launcher.process.run_events import DONE, RESUMABLE
+from launcher.report.report import plain, read_curves
+from launcher.run.status import RunEnd, is_live
+
+LAST_STEPS = 10
+"""A final figure is the mean over so many steps."""
+FIGURES = ("reward_mean", "accuracy", "evaluation/accuracy", "kl", "entropy", "response_tokens_mean",
+           "truncated_fraction", "staleness_mean", "train_tokens_per_s", "step_time_s")  # fmt: skip
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in a list.
+
+    Attributes:
+        state: running, done, stopped (resumable), failed or killed.
+        step, steps: the last finished step, and the run's last.
+        reward: mean reward of the last steps; None: no step is finished.
+        changed_at: when the run last finished a step, or began (unix time, s).
+    """
+
+    path: Path
+    state: str
+    step: int
+    steps: int
+    reward: float | None
+    changed_at: float
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunLine":
+        """Read a run's files. A file that is missing or damaged is shown as nothing, so that one run hides no other."""
+        metrics = _lines_of(run_dir / METRICS_FILE)
+        rewards = [line["reward_mean"] for line in metrics[-LAST_STEPS:] if line.get("reward_mean") is not None]
+        try:
+            steps = int(read_yaml(run_dir / CONFIG_FILE).values.get("steps", 0))
+        except (ConfigError, TypeError, ValueError):
+            steps = 0
+        changed = [path.stat().st_mtime for name in (METRICS_FILE, CONFIG_FILE) if (path := run_dir / name).is_file()]
+        return RunLine(
+            run_dir,
+            _state_of(run_dir),
+            max((int(line.get("step", 0)) for line in metrics), default=0),
+            steps,
+            statistics.fmean(rewards) if rewards else None,
+            max(changed, default=0.0),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"run_dir": str(self.path), "state": self.state, "step": self.step, "steps": self.steps,
+                "reward": self.reward, "changed_at": self.changed_at}  # fmt: skip
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    try:
+        return list(LineReader(path).read())
+    except (ConfigError, OSError):
+        return []
+
+
+def _state_of(run_dir: Path) -> str:
+    if is_live(run_dir):
+        return "running"
+    end = RunEnd.read(run_dir)
+    if end is None or end.code is None:
+        return "killed"
+    return {DONE: "done", RESUMABLE: "stopped"}.get(end.code, "failed")
+
+
+def list_runs(root: Path) -> list[RunLine]:
+    """Return the runs in a directory, the newest last. Raises ConfigError if there is none."""
+    found = [file.parent for file in root.glob(f"*/{CONFIG_FILE}") if (file.parent / LOGS).is_dir()]
+    if not found:
+        raise ConfigError(f"DIRECTORY: there is no run in {root.resolve()}; name the directory that holds runs")
+    return sorted((RunLine.read(path) for path in found), key=lambda line: line.changed_at)
+
+
+def list_text(runs: Sequence[RunLine]) -> str:
+    """Return a table that fits 80 columns unless a run's name does not."""
+    rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "REWARD", "CHANGED")]
+    for run in runs:
+        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        changed = datetime.fromtimestamp(run.changed_at).strftime("%d %b %H:%M")
+        rows.append((plain(run.path.name), run.state, f"{run.step}/{run.steps or '?'}", reward, changed))
+    return table(rows)
+
+
+def diff_text(runs: Sequence[Path]) -> str:
+    """Return the settings in which runs differ, and their figures at the last step that all of them finished.
+
+    Raises:
+        ConfigError: one of them is not a run, or has no finished step.
+    """
+    names = _names(runs)
+    settings = [_flat(_settings_of(run)) for run in runs]
+    keys = sorted({key for one in settings for key in one})
+    rows: list[tuple[str, ...]] = [("SETTING", *names)]
+    for key in keys:
+        values = [one.get(key, _ABSENT) for one in settings]
+        if any(value != values[0] for value in values):
+            rows.append((key, *("-" if value is _ABSENT else _short(value) for value in values)))
+    text = table(rows) if len(rows) > 1 else "The settings are the same."
+    curves = [read_curves(run) for run in runs]
+    last = min(max(one["step"]) for one in curves)
+    first = max(1, last - LAST_STEPS + 1)
+    figures: list[tuple[str, ...]] = [(f"STEPS {first} TO {last}", *names)]
+    for name in FIGURES:
+        cells = [_cell([value for step, value in one.get(name, {}).items() if first <= step <= last]) for one in curves]
+        if any(cell != "-" for cell in cells):
+            figures.append((name, *cells))
+    figures.append(("steps finished", *(str(int(max(one["step"]))) for one in curves)))
+    times = [one["time_s"].get(last) for one in curves]
+    figures.append(("minutes to that step", *("-" if at is None else f"{at / 60:.1f}" for at in times)))
+    return f"{text}\n\n{table(figures)}\nMean over these steps, and their standard deviation."
+
+
+_ABSENT = object()
+
+
+def _settings_of(run: Path) -> Mapping[str, Any]:
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"RUN: {run} is not a run directory; name one, e.g. of `asyncflow ls`")
+    values: Mapping[str, Any] = read_yaml(run / CONFIG_FILE).values
+    return values
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    names = [plain(run.resolve().name) for run in runs]
+    return names if len(set(names)) == len(names) else [plain(str(run)) for run in runs]
+
+
+def _short(value: Any) -> str:
+    text = plain(value if isinstance(value, str) else json.dumps(value, default=str))
+    return text if len(text) <= 40 else f"...{text[-37:]}"
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    spread = f" +- {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.4g}{spread}"
+
+
+# Log lines
+
+_WHO = re.compile(r"(?P<role>[a-z_]+(?:-\d+)?)(?:/(?P<rank>\d+))?")
+
+
+@dataclass
+class LogFile:
+    """One process' log, read from a position on."""
+
+    label: str
+    path: Path
+    position: int = 0
+    partial: bytes = field(default=b"", repr=False)
+
+    def read_lines(self) -> list[str]:
+        """Return the complete lines since the last call; a file that was cut is read anew."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self.position:
+                    self.position, self.partial = 0, b""
+                file.seek(self.position)
+                data = file.read()
+                self.position = file.tell()
+        except FileNotFoundError:
+            return []
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
+    """Return the logs of a role, of one of its ranks (`rollout/2`), or of the launcher.
+
+    Args:
+        who: None: of all.
+
+    Raises:
+        ConfigError: the run has no such log.
+    """
+    root = run_dir / LOGS
+    if not root.is_dir():
+        raise ConfigError(f"RUN: {run_dir} is not a run directory; name one, e.g. of `asyncflow ls`")
+    files = sorted((path for path in root.rglob("*.log") if path.is_file()), key=lambda path: _by_rank(path, root))
+    logs = [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in files]
+    if who is None:
+        return logs
+    chosen = [log for log in logs if _WHO.fullmatch(who) and (log.label == who or log.label.startswith(f"{who}/"))]
+    if not chosen:
+        roles = sorted({log.label.partition("/")[0] for log in logs})
+        raise ConfigError(f"ROLE: {who!r} has no log here; one of {' '.join(roles)}, or ROLE/RANK")
+    return chosen
+
+
+def _by_rank(path: Path, root: Path) -> tuple[Any, ...]:
+    return tuple(
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.relative_to(root).with_suffix("").parts
+    )
+
+
+def log_lines(logs: Sequence[LogFile], *, number: int, follow: Callable[[], bool] | None = None) -> Iterator[str]:
+    """Yield the last lines of each log, with its name in front if there are several.
+
+    Args:
+        number: how many of each.
+        follow: goes on with new lines as long as this says True; None: does not.
+    """
+    width = max(len(log.label) for log in logs) if len(logs) > 1 else 0
+    for log in logs:
+        lines = log.read_lines()
+        yield from (_labelled(log, line, width) for line in lines[max(0, len(lines) - number) :])
+    while follow is not None:
+        goes_on = follow()
+        new = [_labelled(log, line, width) for log in logs for line in log.read_lines()]
+        yield from new
+        if not goes_on:
+            return
+        if not new:
+            time.sleep(_POLL_S)
+
+
+def _labelled(log: LogFile, line: str, width: int) -> str:
+    return f"{log.label.ljust(width)}  {plain(line)}" if width else plain(line)

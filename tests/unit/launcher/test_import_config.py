@@ -1,0 +1,181 @@
+"""Configurations of TRL and verl become ours, or are refused by key."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
+from launcher.config.import_config import TRL, VERL, Refused, Same, Together, import_config, tables_as_markdown
+from launcher.config.key_reference import key_paths
+from launcher.config.load_config import load_config
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "configs" / "quickstart" / "model"
+DATA = ROOT / "configs" / "quickstart" / "train.jsonl"
+
+# The keys of TRL's docs/source/grpo_trainer.md and examples/scripts/grpo_*.py.
+TRL_FILE: dict[str, Any] = {
+    "model_name_or_path": str(MODEL), "dataset_name": str(DATA), "learning_rate": "1e-5", "use_vllm": True,
+    "vllm_mode": "colocate", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 8,
+    "max_completion_length": 8, "max_prompt_length": 8, "reward_funcs": ["accuracy_reward"], "beta": 0.001,
+    "bf16": True, "max_steps": 200, "warmup_ratio": 0.05, "logging_steps": 1, "report_to": "wandb",
+    "save_strategy": "no", "steps_per_generation": 8, "num_iterations": 2, "lr_scheduler_type": "cosine",
+}  # fmt: skip
+
+# What verl's examples/grpo_trainer/run_qwen2-7b_math.sh sets.
+VERL_FILE: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "data": {"train_files": [str(DATA)], "val_files": str(DATA), "train_batch_size": 1024, "max_prompt_length": 8,
+             "max_response_length": 8, "filter_overlong_prompts": True, "truncation": "error"},
+    "actor_rollout_ref": {
+        "model": {"path": str(MODEL), "use_remove_padding": True, "enable_gradient_checkpointing": True},
+        "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 256, "ppo_micro_batch_size_per_gpu": 16,
+                  "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "entropy_coeff": 0,
+                  "fsdp_config": {"param_offload": False, "optimizer_offload": False}},
+        "rollout": {"log_prob_micro_batch_size_per_gpu": 16, "tensor_model_parallel_size": 2, "name": "vllm",
+                    "gpu_memory_utilization": 0.6, "n": 5},
+        "ref": {"log_prob_micro_batch_size_per_gpu": 16, "fsdp_config": {"param_offload": True}}},
+    "trainer": {"critic_warmup": 0, "logger": ["console", "wandb"], "project_name": "p", "experiment_name": "qwen2/7b",
+                "n_gpus_per_node": 8, "nnodes": 1, "save_freq": 20, "test_freq": 5, "total_epochs": 15},
+}  # fmt: skip
+
+
+def imported(given: dict[str, Any], place: Path, *, steps: int | None = None) -> dict[str, Any]:
+    """Return the new file's values; the file is at `place / "new.yaml"`."""
+    source = place / "theirs.yaml"
+    source.write_text(yaml.safe_dump(given))
+    text = import_config(source, steps=steps)
+    (place / "new.yaml").write_text(text)
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
+
+
+def with_value(given: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """Return a copy with one value set."""
+    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(given))
+    *sections, last = dotted.split(".")
+    place = copy
+    for part in sections:
+        place = place.setdefault(part, {})
+    place[last] = value
+    return copy
+
+
+def test_every_key_of_ours_in_the_tables_exists() -> None:
+    known = set(key_paths())
+    sections = {name.rpartition(".")[0] for name in known} | {"loggers", "evaluate", "roles"}
+    named = [rule.ours for table in (TRL, VERL) for rule in table.values() if isinstance(rule, Same | Together)]
+    assert not [name for name in named if name not in known and name not in sections]
+
+
+def test_trl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
+    values = imported(TRL_FILE, tmp_path)
+    assert values["schedule"]["rollout_batch_size"] == 8  # 8 x 8 completions of one process / 8
+    assert values["actor"]["num_mini_batches"] == 2
+    assert values["steps"] == 200 / (2 * 2)
+    assert values["actor"]["lr_warmup_steps"] == math.ceil(0.05 * 50)
+    assert values["actor"]["lr"] == 1e-5
+    assert values["checkpoint"]["interval"] == 0
+    assert values["algorithm"]["loss_normalization"] == "token"  # loss_type's default: dapo
+    assert "vllm_mode" in (tmp_path / "new.yaml").read_text()
+    config = load_config(tmp_path / "new.yaml")
+    assert config.reward.function == "math_verify"
+    assert config.rollout.engine == "vllm"
+
+
+def test_verl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
+    values = imported(VERL_FILE, tmp_path, steps=105)
+    assert values["actor"]["num_mini_batches"] == 4
+    assert values["roles"] == {"rollout": 2, "actor": 4}  # 2 instances of 2 devices
+    assert values["evaluate"]["interval"] == 5
+    assert "# TO FILL IN: reward.function\n" in (tmp_path / "new.yaml").read_text()
+    config = load_config(tmp_path / "new.yaml", overrides=["reward.function=math"])
+    assert config.algorithm.kl_coef == 0.001
+    assert config.data.ground_truth_field == "reward_model.ground_truth"
+    assert config.name == "qwen2-7b"
+
+
+def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
+    imported(VERL_FILE, tmp_path)
+    text = (tmp_path / "new.yaml").read_text()
+    for key in ("use_remove_padding", "param_offload", "log_prob_micro_batch_size_per_gpu", "gpu_memory_utilization",
+                "project_name", "test_freq", "total_epochs", "train_files"):  # fmt: skip
+        assert key in text, key
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        (TRL_FILE, "loss_type", "sapo"),
+        (TRL_FILE, "use_peft", True),
+        (TRL_FILE, "min_p", 0.1),
+        (TRL_FILE, "scale_rewards", "batch"),
+        (TRL_FILE, "top_entropy_quantile", 0.2),
+        (TRL_FILE, "reward_weights", [1.0, 0.5]),
+        (TRL_FILE, "lr_scheduler_type", "polynomial"),
+        (TRL_FILE, "num_generations", 7),
+        (VERL_FILE, "algorithm.adv_estimator", "remax"),
+        (VERL_FILE, "actor_rollout_ref.actor.ppo_mini_batch_size", 300),
+        (VERL_FILE, "actor_rollout_ref.actor.policy_loss.loss_mode", "clip_cov"),
+        (VERL_FILE, "actor_rollout_ref.rollout.name", "sglang"),
+        (VERL_FILE, "actor_rollout_ref.model.lora_rank", 32),
+        (VERL_FILE, "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum"),
+        (VERL_FILE, "algorithm.use_kl_in_reward", True),
+    ],
+)
+def test_what_would_learn_something_else_is_refused_by_key(
+    given: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=key.rpartition(".")[2]) as refused:
+        imported(with_value(given, key, value), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_harmless_values_of_refused_keys_pass(tmp_path: Path) -> None:
+    rules = [(key, rule) for key, rule in TRL.items() if isinstance(rule, Refused)]
+    imported(TRL_FILE | {key: rule.harmless[-1] for key, rule in rules}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", {"method": "truncated_is", "cap": 3.0}),
+        ("token_mask", {"method": "decoupled", "cap": 3.0}),
+        ("sequence_mask", {"mask": "sequence", "sequence_log_ratio": round(math.log(3), 4)}),
+    ],
+)
+def test_trl_s_correction_becomes_ours(mode: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    values = imported(TRL_FILE | {"vllm_importance_sampling_mode": mode}, tmp_path)
+    assert values["algorithm"]["off_policy"] == expected
+
+
+def test_ppo_of_verl_has_a_critic_and_its_penalty_in_the_reward(tmp_path: Path) -> None:
+    given = with_value(VERL_FILE, "algorithm.adv_estimator", "gae")
+    given = with_value(with_value(given, "algorithm.use_kl_in_reward", True), "critic", {"optim": {"lr": 2e-5}})
+    given = with_value(given, "actor_rollout_ref.actor.use_kl_loss", False)
+    values = imported(given, tmp_path, steps=5)
+    assert values["algorithm"]["kl_placement"] == "reward"
+    assert values["critic"]["lr"] == 2e-5
+    assert load_config(tmp_path / "new.yaml", overrides=["reward.function=math"]).algorithm.name == "ppo"
+
+
+def test_file_of_neither_system_and_a_file_that_exists_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("colour: blue\n")
+    (tmp_path / "taken.yaml").write_text("")
+    said = CliRunner().invoke(main, ["import-config", str(tmp_path / "other.yaml")])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
+    assert "neither keys of TRL's GRPOConfig nor of verl's" in said.output
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(TRL_FILE))
+    said = CliRunner().invoke(main, ["import-config", str(tmp_path / "trl.yaml"), "-o", str(tmp_path / "taken.yaml")])
+    assert said.exit_code == 2
+    assert "exists" in said.output
+
+
+def test_page_has_the_tables() -> None:
+    page = (ROOT / "docs" / "importing.md").read_text()
+    assert tables_as_markdown() in page, "replace what follows <!-- generated -->: asyncflow config importing"

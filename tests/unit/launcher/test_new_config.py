@@ -1,0 +1,65 @@
+"""`asyncflow init` writes a configuration that passes its own dry-run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli.commands import main
+from launcher.config.load_config import load_config
+from launcher.config.new_config import first_fields, guess_fields
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "configs" / "quickstart" / "model"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory whose name YAML would misread, with data."""
+    directory = tmp_path / "my: first # run"
+    directory.mkdir()
+    shutil.copy(ROOT / "configs" / "quickstart" / "train.jsonl", directory / "sums #1.jsonl")
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def test_new_configuration_passes_its_dry_run_and_scores_by_the_stub(place: Path) -> None:
+    said = CliRunner().invoke(
+        main, ["init", "--model", str(MODEL), "--data", "sums #1.jsonl", "--reward", "own"], catch_exceptions=False
+    )
+    assert said.exit_code == 0, said.output
+    assert "reward reward:score" in said.output
+    config = load_config(place / "config.yaml")
+    assert config.data.path == place / "sums #1.jsonl" or str(config.data.path).endswith("sums #1.jsonl")
+    assert config.rollout.max_response_tokens == 8  # half of the model's 16 positions
+    assert all(len(line) <= 120 for line in (place / "config.yaml").read_text().splitlines() if "path:" not in line)
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(place: Path) -> None:
+    (place / "reward.py").write_text("mine")
+    said = CliRunner().invoke(main, ["init", "--model", str(MODEL), "--data", "sums #1.jsonl", "--reward", "own"])
+    assert said.exit_code == 2
+    assert "reward.py exists" in said.output
+    assert (place / "reward.py").read_text() == "mine"
+    assert not (place / "config.yaml").exists()
+
+
+def test_without_a_terminal_what_is_missing_is_named(place: Path) -> None:
+    said = CliRunner().invoke(main, ["init", "--model", "x/y"])
+    assert said.exit_code == 2
+    assert "--data, --reward: missing" in said.output
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ('{"question": "q", "answer": "a"}', ("question", "answer")),
+        ('{"problem": "q", "solution": "a", "level": 5}', ("problem", "solution")),
+        ('{"text": "q"}', ("text", None)),
+        ("not json", ("prompt", "answer")),
+    ],
+)
+def test_fields_are_guessed_from_the_first_row(row: str, fields: tuple[str, str | None], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    assert guess_fields(first_fields(str(tmp_path / "rows.jsonl"))) == fields

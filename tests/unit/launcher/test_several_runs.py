@@ -1,0 +1,109 @@
+"""`asyncflow ls`, `diff` and `logs` read what runs left."""
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
+from launcher.run.several_runs import diff_text, find_logs, list_runs, list_text, log_lines
+from launcher.run.status import RunEnd
+
+
+def made_run(
+    path: Path, *, steps: int = 3, code: int | None = 0, reward: float = 0.5, settings: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a run's files; `code` None: it ended without a word."""
+    (path / "logs" / "rollout").mkdir(parents=True)
+    values = {"name": path.name, "steps": 4, "actor": {"lr": 1e-3}} | dict(settings or {})
+    (path / "config.yaml").write_text(yaml.safe_dump(values))
+    lines = [
+        {"step": k, "lineage": 0, "time_s": 60.0 * k, "reward_mean": reward + k, "kl": 0.1} for k in range(1, steps + 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for rank in (0, 2, 10):
+        (path / "logs" / "rollout" / f"{rank}.log").write_text(f"first of {rank}\nlast of {rank}\n")
+    (path / "logs" / "launcher.log").write_text("the launcher\x1b[31m\n")
+    if code is not None:
+        RunEnd(path, ["over"], code, 0.0).write()
+    return path
+
+
+def test_list_says_how_each_run_ended_and_one_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    for name, code in (("a", 0), ("b", 75), ("c", 1), ("d", None)):
+        made_run(tmp_path / name, code=code)
+    broken = made_run(tmp_path / "e", steps=0)
+    (broken / "config.yaml").write_text("steps: [1")
+    (broken / "metrics.jsonl").write_text("no json\n")
+    (tmp_path / "no-run").mkdir()
+    runs = {run.path.name: run for run in list_runs(tmp_path)}
+    assert {name: run.state for name, run in runs.items()} == {
+        "a": "done", "b": "stopped", "c": "failed", "d": "killed", "e": "done",
+    }  # fmt: skip
+    assert (runs["a"].step, runs["a"].steps, runs["a"].reward) == (3, 4, 2.5)
+    assert (runs["e"].step, runs["e"].steps, runs["e"].reward) == (0, 0, None)
+    assert all(len(line) <= 80 for line in list_text(list(runs.values())).splitlines())
+
+
+def test_directory_without_runs_is_one_line(tmp_path: Path) -> None:
+    said = CliRunner().invoke(main, ["ls", str(tmp_path)])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
+
+
+def test_difference_has_the_settings_that_differ_and_figures_of_the_same_steps(tmp_path: Path) -> None:
+    one = made_run(tmp_path / "one", steps=2)
+    other = made_run(tmp_path / "other", steps=3, reward=1.5, settings={"actor": {"lr": 1e-4}})
+    rows = {line.split()[0]: line.split()[1:] for line in diff_text([one, other]).splitlines() if line}
+    assert rows["actor.lr"] == ["0.001", "0.0001"]
+    assert "steps" in rows  # "steps finished": 2 and 3; the setting `steps` is the same
+    assert rows["reward_mean"][0] == "2"  # steps 1 and 2, not 3
+    assert rows["reward_mean"][3] == "3"
+    assert "name" in rows
+
+
+def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path) -> None:
+    one = made_run(tmp_path / "one")
+    for others in ((tmp_path / "absent",), (made_run(tmp_path / "empty", steps=0),)):
+        with pytest.raises(ConfigError):
+            diff_text([one, *others])
+    said = CliRunner().invoke(main, ["diff", str(one)])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
+
+
+def test_logs_are_chosen_by_role_and_rank_and_cannot_command_the_terminal(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert [log.label for log in find_logs(run, "rollout")] == ["rollout/0", "rollout/2", "rollout/10"]
+    assert list(log_lines(find_logs(run, "rollout/2"), number=1)) == ["last of 2"]
+    assert list(log_lines(find_logs(run, "launcher"), number=9)) == ["the launcher\\x1b[31m"]
+    for who in ("nobody", "../../etc", "rollout/7"):
+        with pytest.raises(ConfigError, match="has no log here"):
+            find_logs(run, who)
+
+
+def test_following_prints_every_line_once_and_ends_with_the_run(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    (log,) = find_logs(run, "rollout/0")
+    asked = threading.Event()
+    goes_on = iter([True, True, False])
+
+    def lives() -> bool:
+        asked.set()
+        with log.path.open("a") as file:
+            file.write("half a li" if not log.partial else "ne\n")
+        return next(goes_on)
+
+    assert list(log_lines([log], number=0, follow=lives)) == ["half a line"]
+    assert asked.is_set()
+
+
+def test_log_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    (log,) = find_logs(made_run(tmp_path / "run"), "rollout/0")
+    assert log.read_lines() == ["first of 0", "last of 0"]
+    log.path.write_text("new\n")
+    assert log.read_lines() == ["new"]
