@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.config.load_config import load_config
+from launcher.config.load_config import load_config, read_yaml
 from launcher.config.paths import find_recipe, packaged_recipes
 from launcher.plan.plan_report import open_planner
 from launcher.plan.search import Plan, Planner, check_launchable
@@ -34,8 +34,13 @@ _MODELS = {"qwen2.5-7b": QWEN_7B, "qwen2.5-32b": QWEN_32B}
 def cases() -> Iterator[tuple[str, str]]:
     """Yield (recipe, device) of every recipe for accelerators."""
     for name in sorted(packaged_recipes()):
-        for device in DEVICES.get(load_config(find_recipe(name)).launcher.device, ()):
+        for device in DEVICES.get(_written(name, "launcher", "device"), ()):
             yield name, device
+
+
+def _written(name: str, section: str, key: str) -> str:
+    """Return what a recipe's file says; its model and data, which a configuration needs, are not here."""
+    return str(read_yaml(find_recipe(name)).values.get(section, {}).get(key))
 
 
 def open_recipe(name: str, device: str, directory: Path) -> Planner:
@@ -44,7 +49,7 @@ def open_recipe(name: str, device: str, directory: Path) -> Planner:
     Raises:
         ConfigError: the recipe cannot be placed on the devices, or a rank needs more memory than a device has.
     """
-    model = Path(load_config(find_recipe(name)).model.path).name
+    model = Path(_written(name, "model", "path")).name
     (directory / model).mkdir(exist_ok=True)
     (directory / model / "config.json").write_text(json.dumps(_MODELS[model]))
     prompts = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"

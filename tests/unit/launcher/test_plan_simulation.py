@@ -338,7 +338,8 @@ def test_when_an_instance_may_swap_is_the_runs_own(monkeypatch: pytest.MonkeyPat
         ({"pause_s": 0.25}, 1.25),
         # The trainer publishes 0.5 s after the last wave, when each of 8 responses has 50 of its 100 tokens
         ({"recomputes": True, "prefill": Work(token_s=0.001)}, 1.0 + 8 * 50 * 0.001),
-        ({"recomputes": True, "prefill": Work(token_s=0.001), "first_tokens": 25}, 1.0 + 8 * (25 + 25 + 50) * 0.001),
+        # With prompts, which take 0.2 s of these 0.5 s
+        ({"recomputes": True, "prefill": Work(token_s=0.001), "first_tokens": 25}, 1.2 + 8 * (25 + 30) * 0.001),
     ],
 )
 def test_a_swap_pauses_what_is_drawn_and_may_cost_its_keys_and_values(times: dict[str, Any], step_s: float) -> None:
