@@ -10,7 +10,7 @@
     pipeline           the bubble is (stages - 1) / (pieces + stages - 1) of the time; a piece is at least one sample
     FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
-    new weights        from host to host over TCP, once a node; then to the devices, while an instance generates nothing;
+    new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
                        then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
 
 Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
