@@ -12,7 +12,10 @@
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
     scale     scale_devices_*                   devices at which each service of the house saturates: service times
                                                 measured here, queueing simulated (planner/scale.py)
-    papers    speedup_*, table1_*, linearity_*  what the papers measured, predicted (planner/papers.py); no run
+    papers    paper_error_mean, paper_rows,     what the papers measured, predicted from their set-ups, each ratio and
+              and each ratio                    the mean of |predicted / paper - 1| (planner/papers.py); no run
+    recipes   recipe_vs_plan_max, and each      predicted step of a shipped recipe for accelerators / that of its best
+                                                plan, by the number of its devices (planner/recipes.py); no run
 
 Every prediction is printed before its run starts. On an otherwise idle machine. Progress goes to stderr.
 """
@@ -36,11 +39,6 @@ from benchmarks.json_option import add_json_option, report
 
 _SKIP = 3
 _DEVICES = 14
-_QWEN_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064,
-    "tie_word_embeddings": False, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,13 +116,14 @@ def choice(given: Given) -> dict[str, float]:
 
 def speed(given: Given) -> dict[str, float]:
     """Plan for clusters."""
+    from benchmarks.planner.recipes import QWEN_7B
     from launcher.config.load_config import load_config
     from launcher.config.paths import find_recipe
     from launcher.plan.plan_report import open_planner
 
     model = given.directory / "qwen2.5-7b"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(_QWEN_7B))
+    (model / "config.json").write_text(json.dumps(QWEN_7B))
     figures = {}
     for devices, prompts in ((64, 128), (1024, 1024)):
         data = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"
@@ -144,10 +143,14 @@ def papers(given: Given) -> dict[str, float]:
     """Predict the papers' cases."""
     from benchmarks.planner.papers import predict
 
-    sizes_32b = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
-    heads_32b = {"num_attention_heads": 40, "num_key_value_heads": 8}
-    models = {"7B": _QWEN_7B, "32B": _QWEN_7B | sizes_32b | heads_32b}
-    return predict(models, given.sizes, given.directory, say)
+    return predict(given.sizes, given.directory, say)
+
+
+def recipes(given: Given) -> dict[str, float]:
+    """Compare the recipes with their plans."""
+    from benchmarks.planner.recipes import compare_all
+
+    return compare_all(given.directory, say)
 
 
 def scale(given: Given) -> dict[str, float]:
@@ -159,7 +162,7 @@ def scale(given: Given) -> dict[str, float]:
 
 
 PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
-    each.__name__: each for each in (speed, papers, scale, sim, real, choice)
+    each.__name__: each for each in (speed, recipes, papers, scale, sim, real, choice)
 }
 
 
@@ -177,7 +180,7 @@ def main() -> int:
     parser.add_argument("--splits", type=int, default=24, help="of choice")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of papers: devices"
+        "--sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of papers: AsyncFlow's devices"
     )
     parser.add_argument("--quick", action="store_true", help="of scale: a tenth of the requests; shows that it works")
     asked = parser.parse_args()

@@ -10,6 +10,8 @@
     pipeline           the bubble is (stages - 1) / (pieces + stages - 1) of the time; a piece is at least one sample
     FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
+    new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
+                       then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
 
 Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
 as fast as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists all
@@ -32,6 +34,7 @@ from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes, vllm_memory
+from workers.settings.dataflow import roles_on_device
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import MegatronConfig
 from workers.settings.run import RunConfig
@@ -77,6 +80,9 @@ class Device(Settings):
     """Bandwidth to the other devices of its node (GB/s)."""
     network_gb_s: float = Field(gt=0)
     """Bandwidth to other nodes (GB/s)."""
+    node_gb_s: float = Field(1.25, gt=0)
+    """Bandwidth between the hosts of two nodes over TCP, which is how weights reach other nodes; the devices' own
+    adapters take no part (GB/s). 10 Gb/s is assumed where no source is given."""
     host_gb_s: float = Field(gt=0)
     """Bandwidth to host memory (GB/s)."""
     shared_by: int = Field(0, ge=0)
@@ -219,22 +225,51 @@ class CostModel:
             in_step=[role for role in training_of(config) if self._engine(role) == "fsdp" and config.roles[role] > 1],
             slots=self._slots(),
             latency=self._latency(),
+            # An engine on a CPU adopts weights that its receiver's thread has copied.
+            pause_s=0.0 if self.device.shared_by else self._load_s,
+            recomputes=config.rollout.on_swap == "recompute",
             at_full_speed=self.at_full_speed,
         )
 
     def _latency(self) -> Latency:
         """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
-        size, achievable = self._weight_bytes, self.device.achievable
-        tensor = self.config.ranks_per_copy("rollout")
-        inside = self._is_inside(sum(self.config.roles.values()))
-        network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
-        house = Latency()
+        house, copied_s = Latency(), self._copy_s(COPY_OUT, self._weight_bytes / self.config.roles["actor"])
+        # Trainer and receivers wait for a broadcast; agents fetch beside all that computes.
+        broadcasts = self.config.weightsync.path == "broadcast"
         return replace(
             house,
-            publish_s=house.publish_s + self._copy_s(COPY_OUT, size / self.config.roles["actor"]),
-            transfer_s=house.transfer_s + (0.0 if inside else size / network),
-            swap_s=house.swap_s + self._copy_s(COPY_IN, size / tensor),
+            publish_s=house.publish_s + copied_s + (self._broadcast_s if broadcasts else 0.0),
+            transfer_s=house.transfer_s + (0.0 if broadcasts else self._fetch_s),
+            swap_s=house.swap_s + self._load_s,
         )
+
+    @property
+    def _broadcast_s(self) -> float:
+        """The time in which all weights go from device to device (s)."""
+        ranks = self.config.roles["actor"] + self.config.roles["rollout"]
+        return self._weight_bytes / (self._bandwidth_gb_s(ranks) * 1e9 * self.device.achievable.link)
+
+    @property
+    def _fetch_s(self) -> float:
+        """The time until the agents of all nodes have a version (s)."""
+        # Each node fetches it once, over TCP. Nodes without a trainer share what the trainers' nodes can send: all of
+        # them ask for the same buckets at the same time, so they have little to give to each other.
+        taking = roles_on_device(reward_model=self.config.reward.model is not None)
+        devices = sum(number for role, number in self.config.roles.items() if role in taking)
+        if self._is_inside(devices):
+            return 0.0
+        a_node = self.device.devices_per_node
+        nodes, sending = (-(-number // a_node) for number in (devices, self.config.roles["actor"]))
+        share = max(1.0, (nodes - sending) / sending)
+        return share * self._weight_bytes / (self.device.node_gb_s * 1e9 * self.device.achievable.link)
+
+    @property
+    def _load_s(self) -> float:
+        """The time in which an instance takes a version from where it has arrived (s)."""
+        size = self._weight_bytes / self.config.ranks_per_copy("rollout")
+        if self.config.weightsync.path == "broadcast":  # it is on the device: read once, written once
+            return 2 * size / (self.device.memory_gb_s * 1e9 * self.device.achievable.memory)
+        return self._copy_s(COPY_IN, size)
 
     def decode_s(self, responses: int, tensor: int) -> float:
         """Return the duration of a decode step, which adds one token to each of `responses` (s)."""

@@ -143,6 +143,8 @@ class Times:
         prompt_tokens: prompt length where tasks and training compute prompts, too; `sim` engines do not.
         in_step: roles whose replicas wait for each other at every micro-batch (FSDP2's collectives).
         slots: responses that an instance generates at once.
+        pause_s: time in which an instance generates nothing because it takes newer weights (s).
+        recomputes: whether a swap costs the keys and values of everything that runs: they are computed again.
         at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each
             has a device of its own.
     """
@@ -158,6 +160,8 @@ class Times:
     prompt_tokens: int = 0
     in_step: Collection[str] = ()
     latency: Latency = Latency()
+    pause_s: float = 0.0
+    recomputes: bool = False
     at_full_speed: float = 0.0
 
     @staticmethod

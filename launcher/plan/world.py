@@ -705,6 +705,10 @@ class Instance:
         self._running: dict[int, _Lease] = {}
         self._turns: dict[int, list[tuple[float, float]]] = {}
         """Row -> its remaining turns, last one first: (prompt tokens, seconds of decoding when alone)."""
+        self._drawing: dict[int, tuple[float, float]] = {}
+        """Row that is drawn -> tokens whose keys and values it had when its turn began, and the clock of then."""
+        self._cached: dict[int, float] = {}
+        """Row between two turns -> tokens that it has keys and values of."""
         self._calls: list[int] = []
         """Rows whose next turn waits for a slot, as a heap: rows that began earlier go first."""
         self._replied: deque[int] = deque()
@@ -761,6 +765,8 @@ class Instance:
     def _end_turn(self, row: int) -> None:
         """A turn ended; the session service and tools follow, then the next turn."""
         self._num_drawing -= 1
+        before, begun = self._drawing.pop(row)
+        self._cached[row] = before + (self._decoding.clock_at(self._world.worked) - begun) / self._alone_s
         if not self._world.scenario.most_live:
             self._end_rollout(row)
             return
@@ -792,7 +798,7 @@ class Instance:
     def _end_rollout(self, row: int) -> None:
         world = self._world
         lease = self._running.pop(row)
-        del self._turns[row]
+        del self._turns[row], self._cached[row]
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -816,6 +822,7 @@ class Instance:
             return
         if world.turns.ask(self, self, None):
             self._swapping = True
+            self._decoding.stall_responses(scenario.times.pause_s, world.worked)
             world.schedule_after(scenario.times.latency.swap_s, self._finish_swap)
         else:
             world.schedule_after(_RETRY_S, self.advance_rollouts)
@@ -824,7 +831,17 @@ class Instance:
         self._swapping = False
         self._version = self._ready
         self._world.turns.end(self)
+        self._compute_again()
         self.advance_rollouts()
+
+    def _compute_again(self) -> None:
+        """Compute keys and values of everything that is drawn by the new weights, where a swap costs them."""
+        times, now = self._world.scenario.times, self._world.worked
+        if not times.recomputes or not self._drawing:
+            return
+        clock = self._decoding.clock_at(now)
+        tokens = sum(before + (clock - begun) / self._alone_s for before, begun in self._drawing.values())
+        self._decoding.stall_responses(times.prefill.call_duration_s(tokens, rows=len(self._drawing)), now)
 
     def _fill(self) -> None:
         world = self._world
@@ -872,8 +889,10 @@ class Instance:
         else:
             self._entered_until = now + seconds + scenario.times.decode_s(self._num_drawing)
         self._decoding.stall_responses(seconds, now)
+        read = scenario.turns.read_tokens / max(1.0, scenario.turns.replies - 1)
         for row, _, drawing_s in begun:
-            self._decoding.begin(row, drawing_s, now)
+            before = self._cached.pop(row) + read if row in self._cached else scenario.times.first_tokens
+            self._drawing[row] = before, self._decoding.begin(row, drawing_s, now)
 
     def _free_places(self) -> int:
         scenario, live = self._world.scenario, len(self._running)

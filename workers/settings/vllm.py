@@ -44,7 +44,8 @@ class VllmConfig(Settings):
     swap_timeout_s: float = Field(300.0, gt=0)
     """Deadline for taking new weights (s)."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further arguments of vLLM's `AsyncEngineArgs`, by their Python names, e.g. `{max_num_batched_tokens: 8192}`."""
+    """Further arguments of vLLM's `AsyncEngineArgs`, by their Python names, e.g. `{max_num_batched_tokens: 16384}`,
+    which is 8192 on an accelerator."""
 
     @model_validator(mode="after")
     def _can_be_run(self) -> Self:

@@ -60,6 +60,14 @@ def test_requests_have_seeds_of_their_own_where_that_is_free_or_asked_for() -> N
     assert len({*drawn, arguments(VllmConfig(request_seeds=False), CPU)["seed"]}) == 3, "each instance draws its own"
 
 
+def test_prompts_and_swaps_enter_accelerators_in_steps_as_large_as_a_servers() -> None:
+    many = {"model": ModelConfig(path="model"), "config": VllmConfig(), "plan": plan_log_probs(sampling())}
+    given = engine_arguments(Path("model"), **many, max_len=64, num_slots=10_000, device=CUDA)  # type: ignore[arg-type]
+    assert arguments(VllmConfig(), CUDA)["max_num_batched_tokens"] == 8192
+    assert given["max_num_batched_tokens"] == 10_000, "vLLM refuses fewer tokens than responses"
+    assert arguments(VllmConfig(), CPU)["max_num_batched_tokens"] is None
+
+
 def test_further_arguments_reach_vllm_but_not_over_ours() -> None:
     given = arguments(VllmConfig(engine_args={"max_num_batched_tokens": 512}), CUDA)
     assert given["max_num_batched_tokens"] == 512 and given["dtype"] == "bfloat16"

@@ -19,12 +19,13 @@ QWEN_7B = {
 
 
 def qwen_run(tmp_path: Path) -> RunConfig:
-    """The 7B recipe with a config.json and no weights."""
+    """The 7B recipe with a config.json and no weights, and with a layout of its own."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     data = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"
     overrides = [f"model.path={tmp_path}", f"data.path={data}", "sim.mean_tokens=1000"]
+    layout = ["roles={rollout: 10, actor: 4, ref: 2}", "actor.megatron={tensor_parallel: 4}", "sim.sigma=0.5"]
     recipe = find_recipe("qwen2.5-7b-grpo-deepscaler-npu")
-    return load_config(recipe, overrides=[*overrides, "schedule.rollout_batch_size=16"])
+    return load_config(recipe, overrides=[*overrides, *layout, "schedule.rollout_batch_size=16"])
 
 
 def changed(config: RunConfig, *, megatron: dict[str, int] | None = None, **actor: object) -> RunConfig:

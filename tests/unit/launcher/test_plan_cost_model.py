@@ -96,6 +96,43 @@ def test_ranks_that_share_a_machine_are_in_one_node() -> None:
     assert four / two == pytest.approx((3 / 4) / (1 / 2))  # over the same link
 
 
+def test_weights_reach_other_nodes_over_tcp_between_the_hosts(qwen: RunConfig) -> None:
+    roles = [
+        {"rollout": 4, "actor": 4},
+        {"rollout": 8, "actor": 8},
+        {"rollout": 24, "actor": 8},
+        {"rollout": 16, "actor": 16},
+    ]
+    latencies = [cost_model(qwen.model_copy(update={"roles": each})).estimate_times().latency for each in roles]
+    once_s = 2 * parameters_of(QWEN_7B) / (1.25e9 * 0.7)
+    # One node; one sends to one; one to three, which share what it can send; two to two
+    assert [each.transfer_s - Latency().transfer_s for each in latencies] == pytest.approx(
+        [0, once_s, 3 * once_s, once_s]
+    )
+
+
+def test_a_broadcast_holds_up_the_trainer_and_instances_read_it_from_their_own_memory(qwen: RunConfig) -> None:
+    two_nodes = qwen.model_copy(update={"roles": {"rollout": 8, "actor": 8}})
+    weightsync = qwen.weightsync.model_copy(update={"path": "broadcast"})
+    staged, sent = (
+        cost_model(each).estimate_times()
+        for each in (two_nodes, two_nodes.model_copy(update={"weightsync": weightsync}))
+    )
+    size = 2 * parameters_of(QWEN_7B)
+    assert staged.pause_s == pytest.approx(size / (64e9 * 0.7))
+    assert sent.pause_s == pytest.approx(2 * size / (3350e9 * 0.7))
+    assert sent.latency.publish_s - staged.latency.publish_s == pytest.approx(size / (50e9 * 0.7))
+    assert sent.latency.transfer_s == Latency().transfer_s
+
+
+def test_what_runs_is_computed_again_at_a_swap_unless_it_keeps_its_keys_and_values(qwen: RunConfig) -> None:
+    keeping = qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"on_swap": "keep"})})
+    assert [cost_model(each).estimate_times().recomputes for each in (qwen, keeping)] == [True, False]
+    planners = [open_planner(each, devices=16, device="h100") for each in (qwen, keeping)]
+    again_s, kept_s = (planner.step_s() for planner in planners)
+    assert kept_s < again_s
+
+
 @pytest.mark.parametrize(
     ("kl_coef", "num_mini_batches", "passes"),
     [

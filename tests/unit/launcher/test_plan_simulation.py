@@ -331,6 +331,36 @@ def test_when_an_instance_may_swap_is_the_runs_own(monkeypatch: pytest.MonkeyPat
     assert run(config_of()).step_s(2) > 1.01 * before
 
 
+@pytest.mark.parametrize(
+    ("times", "step_s"),
+    [
+        ({}, 1.0),
+        ({"pause_s": 0.25}, 1.25),
+        # The trainer publishes 0.5 s after the last wave, when each of 8 responses has 50 of its 100 tokens
+        ({"recomputes": True, "prefill": Work(token_s=0.001)}, 1.0 + 8 * 50 * 0.001),
+        # With prompts, which take 0.2 s of these 0.5 s
+        ({"recomputes": True, "prefill": Work(token_s=0.001), "first_tokens": 25}, 1.2 + 8 * (25 + 30) * 0.001),
+    ],
+)
+def test_a_swap_pauses_what_is_drawn_and_may_cost_its_keys_and_values(times: dict[str, Any], step_s: float) -> None:
+    config = config_of(
+        roles={"rollout": 1, "actor": 2, "ref": 1}, sim__lengths="constant", sim__train_s_per_token=0.00125,
+        schedule={"mode": "substep", "max_staleness": 1, "rollout_batch_size": 4, "n_samples_per_prompt": 2},
+        sim__ref_s_per_token=0,
+    )  # fmt: skip
+    assert run(config, **times).step_s(2) == pytest.approx(step_s, rel=0.02)
+
+
+def test_tokens_of_earlier_turns_are_computed_again_too() -> None:
+    config = with_turns(mode="substep", max_staleness=1)
+    turns = Turns(replies=2.0, tool_s=0.4, read_tokens=50)
+    kept, again, longer = (
+        run(config, turns=replace(turns, read_tokens=read), recomputes=recomputes, prefill=Work(token_s=0.0001))
+        for recomputes, read in ((False, 50), (True, 50), (True, 400))
+    )
+    assert kept.step_s(2) < again.step_s(2) < longer.step_s(2)
+
+
 def test_workers_that_share_a_machine_slow_each_other_down() -> None:
     config = config_of(sim__lengths="constant")
     times = replace(Times.of_sim(config, prompt_tokens=0), latency=FREE)

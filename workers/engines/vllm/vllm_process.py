@@ -32,6 +32,7 @@ WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
 BACKEND = "asyncflow"  # the weight transfer engine that they register
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
+_BATCHED_TOKENS = 8192  # of a step of vLLM's on an accelerator
 _LONGEST_SOCKET = 107  # bytes in the name of a Unix socket
 # A typical one, below the directory for temporary files.
 _SOCKET_NAME = "/asyncflow-12345678/12345678-1234-1234-1234-123456789012"
@@ -104,6 +105,9 @@ def engine_arguments(
         "dtype": config.dtype or model.dtype,
         "max_model_len": max_len,
         "max_num_seqs": num_slots,
+        # vLLM's own default depends on who asks: its server gets as many on large devices, anybody else 2,048, although
+        # after a swap the tokens of everything that runs enter again.
+        "max_num_batched_tokens": None if on_cpu else max(_BATCHED_TOKENS, num_slots),
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * _GB),
