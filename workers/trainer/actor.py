@@ -513,10 +513,6 @@ class WholeSteps:
     def round_rows(self) -> int:
         return self._loader.round_rows
 
-    @property
-    def round_partition(self) -> int:
-        return self._loader.round_partition
-
     def __iter__(self) -> Iterator[PackedBatch]:
         passes = self._loader.passes(2)
         for _ in next(passes):
