@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
+from asyncflow.vendors import CPU, vendor_of
 from launcher.checks.models import Models, check_broadcast, check_models
 from launcher.checks.placement import Devices, find_devices, place_gangs
 from launcher.checks.proof_cache import check_proven
@@ -53,6 +54,34 @@ class Data(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """The nodes on which a run will start that is checked elsewhere, such as on a login node.
+
+    Attributes:
+        auto: the kind of device that `launcher.device: auto` finds there.
+        devices_per_node: that the job asks for; 0: it does not say.
+    """
+
+    num_nodes: int
+    auto: str = "cpu"
+    devices_per_node: int = 0
+
+    def devices_of(self, config: RunConfig) -> Devices:
+        """Return the devices of every node. Raises ConfigError if the run needs more than the job asks for."""
+        wanted, there = config.launcher.devices_per_node, self.devices_per_node
+        kind = self.auto if config.launcher.device == "auto" else config.launcher.device
+        if vendor_of(kind) is CPU:
+            return Devices("cpu")
+        if 0 < there < wanted:
+            raise ConfigError(
+                f"launcher.devices_per_node: {wanted}, but the job asks for {there} {kind} devices of a node; set it "
+                f"to {there} or less, or ask for more"
+            )
+        # If nobody says how many there are, as many as all ranks need.
+        return Devices(kind, wanted or there or sum(config.roles.values()))
+
+
+@dataclass(frozen=True)
 class Preflight:
     """An accepted configuration and what it resolves to.
 
@@ -83,13 +112,16 @@ class Preflight:
     notes: tuple[str, ...] = ()
 
 
-def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
+def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
     """Check roles, devices, batch sizes, user functions, model and data, the cheap checks first.
 
-    `num_nodes`: nodes of the run, all assumed to be like this one.
+    Args:
+        num_nodes: nodes of the run, all assumed to be like this one.
+        cluster: where the run will start instead, with as many nodes as it has; nothing here is looked at for devices.
     """
     tasks = _check_settings(config)
-    devices = _usable_devices(config)
+    num_nodes = num_nodes if cluster is None else cluster.num_nodes
+    devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     check_broadcast(config, devices.kind)
     models, data = _check_files(config)

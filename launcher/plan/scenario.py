@@ -227,7 +227,9 @@ class Scenario:
             ConfigError: the run uses what cannot be simulated, or has turns without a record of them.
         """
         _check(config, turns)
-        roles = [role for role in config.roles if role not in OBSERVERS]
+        # What a role `advantages` makes of a critic's values takes no time here, so the critic may as well host it.
+        idle = {"advantages"} if "critic" in config.roles else set()
+        roles = [role for role in config.roles if role not in OBSERVERS | idle]
         tasks = place_tasks(graph_of(config), roles)
         schedule = config.schedule
         longest = config.rollout.max_response_tokens

@@ -16,7 +16,7 @@ import click
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.models import check_libraries
-from launcher.checks.preflight import Preflight, check_node, check_run
+from launcher.checks.preflight import Cluster, Preflight, check_node, check_run
 from launcher.checks.user_code import try_functions, try_rewards, try_rollout
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
@@ -176,6 +176,8 @@ class Request:
     place: NodePlace = ONE_NODE
     called: str | None = None
     """What errors call CONFIG if it is not a user's file."""
+    cluster: Cluster | None = None
+    """Where the run will start; None: here."""
 
     def accept_run(self) -> Accepted:
         """Resolve and check what node 0 needs; write nothing. Raises ConfigError at the first check that fails."""
@@ -250,7 +252,7 @@ class Request:
         return replace(accepted, checkpoint=checkpoint, started_over=checkpoint is None)
 
     def _accept_loaded(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
-        checked = check_run(loaded.config, num_nodes=self.place.count)
+        checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster)
         arguments = self._command_arguments()
         return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
 

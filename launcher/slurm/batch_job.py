@@ -7,6 +7,7 @@ including the templates in `configs/slurm`: it launches, passes Slurm's signals 
 """
 
 import math
+import os
 import re
 import shlex
 import shutil
@@ -16,7 +17,9 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
-from launcher.config.paths import user_path
+from asyncflow.vendors import vendors
+from launcher.checks.preflight import Cluster
+from launcher.config.paths import PACKAGED, user_path
 from launcher.request.request import Accepted, Request
 from workers.settings.run import LauncherConfig
 
@@ -40,6 +43,7 @@ class SlurmOptions:
         cpus_per_task: cores of each launcher and its workers; 0: whole nodes, with all cores and memory.
         signal_s: how long before the time limit the run is stopped (s).
         sbatch_args: further options of sbatch; they override those above.
+        container_image, container_mounts: of pyxis (enroot), for the launchers; "": they run on the nodes themselves.
     """
 
     nodes: int
@@ -51,6 +55,8 @@ class SlurmOptions:
     signal_s: int = 120
     max_requeues: int = 20
     sbatch_args: tuple[str, ...] = ()
+    container_image: str = ""
+    container_mounts: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,7 @@ class BatchJob(SlurmOptions):
         run_dir: absolute; the same for all restarts, and the place of Slurm's log.
         launch: the launcher's command without `--run-dir`, split into the script's lines.
         setup: bash lines to run before the launch, e.g. `module load ...`.
+        notes: lines for the user about what could not be checked.
     """
 
     name: str
@@ -71,6 +78,7 @@ class BatchJob(SlurmOptions):
     run_dir: Path
     launch: tuple[tuple[str, ...], ...]
     setup: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,9 +87,12 @@ class BatchRequest(SlurmOptions):
 
     request: Request
     setup: str | None = None
+    device: str = ""
+    """Kind of the nodes' devices; "": `launcher.device`, or what `gres` names if that is `auto`."""
 
     def accept_job(self) -> BatchJob:
-        """Check the run as `asyncflow-launch` will, except for devices, which only the nodes know. Writes nothing.
+        """Check the run as `asyncflow-launch` will on the nodes: with their devices, not with those of this machine.
+        Writes nothing.
 
         Raises:
             ConfigError: the first thing that is wrong.
@@ -90,10 +101,13 @@ class BatchRequest(SlurmOptions):
             _check_word(f"--{option}", getattr(self, option))
         for argument in self.sbatch_args:
             _check_argument(argument)
+        mounts = self._check_container()
         setup = _read(self.setup) if self.setup is not None else ""
-        request = self.request
-        # The submitting machine may have other devices than the nodes, so devices are not checked here.
-        accepted = replace(request, overrides=(*request.overrides, "launcher.device=cpu")).accept_run()
+        cluster = self._cluster()
+        request = replace(self.request, cluster=cluster)
+        if self.device:
+            request = replace(request, overrides=(*request.overrides, f"launcher.device={self.device}"))
+        accepted = request.accept_run()
         config = accepted.checked.config
         stop_s = _longest_stop_s(config.launcher)
         self._check_times(stop_s)
@@ -103,6 +117,8 @@ class BatchRequest(SlurmOptions):
             ("the working directory", Path.cwd()),
         ):
             _check_quotable(what, str(text))
+        if self.container_image:
+            self._check_inside(accepted, mounts)
         options = {each.name: getattr(self, each.name) for each in fields(SlurmOptions)}
         return BatchJob(
             **options,
@@ -110,9 +126,51 @@ class BatchRequest(SlurmOptions):
             gather_s=stop_s,
             workdir=Path.cwd(),
             run_dir=accepted.run_dir,
-            launch=_launch(request, accepted),
+            launch=_launch(request, accepted, in_container=bool(self.container_image)),
             setup=setup,
+            notes=_notes(accepted, cluster),
         )
+
+    def _cluster(self) -> Cluster:
+        if self.device and self.device not in vendors():
+            raise ConfigError(f"--device: {self.device!r} is no kind of device; use one of {', '.join(vendors())}")
+        asked = [self.gres]
+        asked += [argument.partition("=")[2] for argument in self.sbatch_args if argument.startswith("--gres=")]
+        asked += [f"gpu:{argument.partition('=')[2]}" for argument in self.sbatch_args if argument.startswith(_GPUS)]
+        named, count = next(filter(None, (_devices_asked_for(text) for text in reversed(asked))), ("", 0))
+        return Cluster(self.nodes, auto=_NAMED.get(named, "cpu"), devices_per_node=count)
+
+    def _check_container(self) -> list["_Mount"]:
+        for argument in self.sbatch_args:
+            if argument.startswith("--container-"):
+                raise ConfigError(
+                    f"--sbatch-arg: {argument} would put the batch script itself into the container, where there is no "
+                    f"srun; give it to this command: --container-image, --container-mounts"
+                )
+        for option in ("container_image", "container_mounts"):
+            value = getattr(self, option)
+            if not value.isprintable():
+                raise ConfigError(f"--{option.replace('_', '-')}: {value!r} has characters that no name has")
+        if self.container_mounts and not self.container_image:
+            raise ConfigError("--container-mounts: there is no container; give --container-image, too")
+        return [_Mount.parse(text) for text in self.container_mounts.split(",")] if self.container_mounts else []
+
+    def _check_inside(self, accepted: Accepted, mounts: list["_Mount"]) -> None:
+        """Refuse a container that does not show what the launchers read and write, under the same paths."""
+        needed = {"the run directory": accepted.run_dir, "the working directory": Path.cwd()}
+        if accepted.source.parent != PACKAGED:
+            needed["CONFIG"] = accepted.source
+        for what, path in needed.items():
+            # As in a table of mounts, a later one hides what lies below it.
+            shown = next((one for one in reversed(mounts) if path.is_relative_to(one.target)), None)
+            if shown is None or shown.source != shown.target:
+                there = path.parent if what == "CONFIG" else path
+                raise ConfigError(
+                    f"--container-mounts: {what} {path} is not in the container; add {there}:{there}, or a directory "
+                    f"above it, under its own path"
+                )
+            if shown.read_only and path == accepted.run_dir:
+                raise ConfigError(f"--container-mounts: the run directory {path} is read-only in the container")
 
     def _check_times(self, stop_s: int) -> None:
         if self.signal_s < stop_s:
@@ -158,13 +216,27 @@ def _longest_stop_s(launcher: LauncherConfig) -> int:
     return math.ceil(2 * launcher.stop_timeout_s) + _LEAVE_S
 
 
-def _launch(request: Request, accepted: Accepted) -> tuple[tuple[str, ...], ...]:
+def _notes(accepted: Accepted, cluster: Cluster) -> tuple[str, ...]:
+    kind, config = accepted.checked.devices.kind, accepted.checked.config
+    if kind == "cpu" or cluster.devices_per_node or config.launcher.devices_per_node:
+        return ()
+    return (
+        f"how many {kind} devices a node has is not known here, so the nodes check the placement; --gres or "
+        f"launcher.devices_per_node would say it",
+    )
+
+
+def _launch(request: Request, accepted: Accepted, *, in_container: bool) -> tuple[tuple[str, ...], ...]:
     """Return the launcher's command, one line per option."""
-    # Absolute paths, since the batch shell may have another environment than this one.
+    # Absolute paths, since the batch shell may have another environment than this one. A container has its own.
     beside_python = Path(sys.executable).with_name(COMMAND)
     command = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND) or COMMAND
+    source = str(accepted.source)
+    if in_container:
+        command = COMMAND
+        source = accepted.source.stem if accepted.source.parent == PACKAGED else source
     is_run_s_own = accepted.source == accepted.run_dir / CONFIG_FILE
-    lines: list[tuple[str, ...]] = [(command,) if is_run_s_own else (command, str(accepted.source))]
+    lines: list[tuple[str, ...]] = [(command,) if is_run_s_own else (command, source)]
     if request.roles is not None:
         lines.append(("--roles", request.roles))
     lines += [("--set", override) for override in request.overrides]
@@ -181,6 +253,39 @@ def _read(text: str) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--setup: {path} cannot be read ({error}); name a file of bash lines") from error
+
+
+_GPUS = "--gpus-per-node="
+_NAMED = {"gpu": "cuda", "npu": "npu"}
+"""What sites call their devices -> what PyTorch calls them."""
+_GRES = re.compile(r"(?P<name>gpu|npu)(?::[^:,=\d][^:,=]*)?(?:[:=](?P<count>\d+))?", re.ASCII)
+
+
+def _devices_asked_for(text: str) -> tuple[str, int] | None:
+    """Return name and number of the devices in a `--gres` (`gpu:8`, `gpu:h100:8,nvme:1`); None: it asks for none."""
+    found = next(filter(None, map(_GRES.fullmatch, text.split(","))), None)
+    return None if found is None else (found["name"], int(found["count"] or 1))
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """One of pyxis' mounts: SRC[:DST[:FLAG+FLAG...]]."""
+
+    source: str
+    target: str
+    read_only: bool
+
+    @staticmethod
+    def parse(text: str) -> "_Mount":
+        source, *rest = text.split(":", 2)
+        target = rest[0] if rest else source
+        if not (source.startswith((".", "/")) or source in ("tmpfs", "umount")) or not target.startswith((".", "/")):
+            raise ConfigError(
+                f"--container-mounts: {text!r} is no mount; give SRC:DST, both of them paths, and commas between "
+                f"mounts, e.g. /home:/home,/scratch:/scratch:ro"
+            )
+        flags = rest[1].split("+") if len(rest) > 1 else []
+        return _Mount(os.path.normpath(source), os.path.normpath(target), "ro" in flags)
 
 
 def _check_word(option: str, value: str) -> None:
@@ -274,6 +379,12 @@ def _setup(job: BatchJob) -> str:
 
 def _settings(job: BatchJob) -> str:
     srun_options = ["--cpu-bind=none"]
+    if job.container_image:
+        # Options of srun, not of sbatch: the batch script stays outside, where Slurm's commands are.
+        srun_options.append(_word(f"--container-image={job.container_image}"))
+        if job.container_mounts:
+            srun_options.append(_word(f"--container-mounts={job.container_mounts}"))
+        srun_options.append(_word(f"--container-workdir={job.workdir}"))
     if job.cpus_per_task:
         srun_options.append(f"--cpus-per-task={job.cpus_per_task}")
     if job.nodes > 1:

@@ -22,6 +22,12 @@ SCRIPT_FILE = "run.sbatch"
 @click.option("--account", default="", metavar="A", help="Account to charge.")
 @click.option("--gres", default="", metavar="G", help="Devices of each node, e.g. gpu:8 or npu:8.")
 @click.option(
+    "--device",
+    default="",
+    metavar="KIND",
+    help="The nodes' devices: cuda, npu, cpu.  [default: as in CONFIG, or --gres]",
+)
+@click.option(
     "--cpus-per-task", type=click.IntRange(1), metavar="N", help="Cores of each node.  [default: whole nodes]"
 )
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
@@ -39,6 +45,10 @@ SCRIPT_FILE = "run.sbatch"
     help="Stop and save so long before the time limit (s).",
 )
 @click.option("--setup", metavar="FILE", help="Bash lines to run first: module load, conda activate, set_env.sh.")
+@click.option("--container-image", default="", metavar="IMAGE", help="Run the launchers in a container (pyxis).")
+@click.option(
+    "--container-mounts", default="", metavar="SRC:DST,...", help="What it sees of the node, e.g. /home:/home (pyxis)."
+)
 @click.option(
     "--sbatch-arg", "sbatch_args", metavar="ARG", multiple=True, help="A further option of sbatch. Repeatable."
 )
@@ -52,6 +62,7 @@ def sbatch_command(
     partition: str,
     account: str,
     gres: str,
+    device: str,
     cpus_per_task: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
@@ -60,13 +71,15 @@ def sbatch_command(
     max_requeues: int,
     signal_s: int,
     setup: str | None,
+    container_image: str,
+    container_mounts: str,
     sbatch_args: tuple[str, ...],
     submit: bool,
 ) -> None:
     """Print (or submit) a Slurm script that runs CONFIG.
 
-    The job survives time limits and preemptions, and ends when the run is done. CONFIG is checked here as at a start;
-    only devices are left to the nodes. The run directory is created, since Slurm's log goes there.
+    The job survives time limits and preemptions, and ends when the run is done. CONFIG is checked here as at a start,
+    for the devices of the nodes. The run directory is created, since Slurm's log goes there.
     """
     with errors_as_exits():
         from launcher.request.request import Request
@@ -79,13 +92,18 @@ def sbatch_command(
             partition=partition,
             account=account,
             gres=gres,
+            device=device,
             cpus_per_task=cpus_per_task or 0,
             signal_s=signal_s,
             max_requeues=max_requeues,
             sbatch_args=sbatch_args,
+            container_image=container_image,
+            container_mounts=container_mounts,
             setup=setup,
         ).accept_job()
         script = script_text(job)
+        for note in job.notes:
+            click.echo(f"note: {note}", err=True)
         if submit:
             number = submit_script(script, job.run_dir)
             click.echo(f"submitted job {number}; its log: {job.run_dir / f'slurm-{number}.out'}")

@@ -3,12 +3,13 @@
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tests.support import machine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 120.0
+_SPACES = Path("/etc/netns")
 _PYTHONPATH = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent / "multiproc")))
 
 T = TypeVar("T")
@@ -60,6 +62,13 @@ class Host:
         _ip("-n", self._space, "address", "add", *network, "dev", "eth0")
         for link in ("lo", "eth0"):
             _ip("-n", self._space, "link", "set", link, "up")
+
+    def know_names(self, addresses: Mapping[str, str]) -> None:
+        """Make all that starts here from now on resolve these names, as a cluster's DNS would."""
+        # `ip netns exec` mounts the files of this directory over those of /etc.
+        _SPACES.joinpath(self._space).mkdir(parents=True)
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        _SPACES.joinpath(self._space, "hosts").write_text("\n".join(lines) + "\n")
 
     def start(self, *command: Any, **options: Any) -> "subprocess.Popen[str]":
         """Start a command on this host; what it prints goes into one pipe."""
@@ -111,6 +120,7 @@ class Host:
             if process.stdout is not None:
                 process.stdout.close()
         _ip("netns", "del", self._space)
+        shutil.rmtree(_SPACES / self._space, ignore_errors=True)
 
 
 class Party:

@@ -69,9 +69,11 @@ def test_a_run_goes_on_with_other_ranks_and_with_the_critic_elsewhere(tmp_path: 
 
 
 def test_critic_of_its_own_and_inside_the_actor_end_with_the_same_bits(tmp_path: Path) -> None:
+    """So do advantages in a role of their own, for which the values travel."""
     exact = ("--set", "deterministic=true", "--set", "schedule.mode=periodic", "--set", "algorithm.kl_placement=loss")
+    places = (("own", "actor:1,critic:1"), ("inside", "actor:1"), ("apart", "actor:1,critic:1,advantages:2"))
     ends = []
-    for name, trainers in (("own", "actor:1,critic:1"), ("inside", "actor:1")):
+    for name, trainers in places:
         roles = f"rollout:1,{trainers},ref:1"
         arguments = ("--run-dir", name, "--steps", "4", "--roles", roles, *SMALL, *exact)
         finished = command.run(RECIPE, *arguments, cwd=tmp_path, deadline_s=400)
@@ -82,8 +84,9 @@ def test_critic_of_its_own_and_inside_the_actor_end_with_the_same_bits(tmp_path:
         ]
         model = tmp_path / name / "checkpoints" / "step_000004" / "hf" / "model.safetensors"
         ends.append((figures, model.read_bytes()))
-    assert ends[0][0] == ends[1][0]
-    assert ends[0][1] == ends[1][1]
+    for figures, model in ends[1:]:
+        assert figures == ends[0][0]
+        assert model == ends[0][1]
 
 
 def test_stop_in_the_middle_saves_actor_and_critic_of_one_step(tmp_path: Path) -> None:
@@ -97,6 +100,28 @@ def test_stop_in_the_middle_saves_actor_and_critic_of_one_step(tmp_path: Path) -
     last = command.last_step(run_dir)
     assert (run_dir / "checkpoints" / f"step_{last:06d}" / "critic").is_dir()
     assert all(line["critic_num_updates"] == 4 for line in command.lines(run_dir / "metrics.jsonl"))
+    command.check_ledger(run_dir, groups_per_step=8, last=last)
+
+
+def test_run_with_advantages_apart_survives_their_death_and_the_critics_and_a_stop(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = (*SMALL, "--set", "checkpoint.interval=2", "--set", "checkpoint.export_hf=false")
+    roles = ("--roles", "rollout:1,actor:2,critic:2,ref:1,advantages:1")
+    with command.started(RECIPE, "--run-dir", "run", "--steps", "1000", *settings, *roles, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 3, "step 3", deadline_s=400)
+        actor = pid_of(process.pid, run_dir, "actor/0.log")
+        command.kill(psutil.Process(pid_of(process.pid, run_dir, "advantages/0.log")))
+        reached = command.last_step(run_dir)
+        command.wait_until(lambda: command.last_step(run_dir) >= reached + 3, "three more steps", deadline_s=400)
+        assert pid_of(process.pid, run_dir, "actor/0.log") == actor, "only the dead role starts again"
+        command.kill(psutil.Process(pid_of(process.pid, run_dir, "critic/1.log")))
+        command.wait_until(lambda: lineage(run_dir) == 1, "a step of the next lineage", deadline_s=400)
+        process.terminate()
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 75, err
+        assert command.HUNG not in err
+    last = command.last_step(run_dir)
+    assert (run_dir / "checkpoints" / f"step_{last:06d}" / "critic").is_dir()
     command.check_ledger(run_dir, groups_per_step=8, last=last)
 
 

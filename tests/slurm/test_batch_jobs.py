@@ -1,6 +1,7 @@
 """`asyncflow sbatch` on a real Slurm: a job ends, is stopped, cancelled, loses its node, and goes on where it was."""
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,44 @@ def test_finished_run_ends_the_job_with_0(slurm: LocalSlurm, tmp_path: Path) -> 
     assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "0")
     assert "done (step 4/4" in said(run_dir, job).splitlines()[-1]
     check_ledger(slurm, run_dir, last=4)
+
+
+# What pyxis makes of its options, on a machine without it: an image is a directory whose `bin` is the container's PATH.
+PYXIS = """#!/bin/bash
+options=()
+while [[ $1 == --* ]]; do
+    case $1 in
+        --container-*) echo "$1" >> {asked}; ;;&
+        --container-image=*) image=${{1#*=}} ;;
+        --container-workdir=*) options+=("--chdir=${{1#*=}}") ;;
+        --container-mounts=*) ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+PATH=$image/bin:/usr/bin:/bin exec {srun} "${{options[@]}}" "$@"
+"""
+
+
+def test_job_whose_launcher_is_in_a_container_is_stopped_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """Slurm and the signals are real, the container is not."""
+    image, run_dir, asked = tmp_path / "image", tmp_path / "run", tmp_path / "asked"
+    for program, text in (("bin/srun", PYXIS.format(asked=asked, srun=shutil.which("srun"))), ("setup.sh", "")):
+        (tmp_path / program).parent.mkdir(exist_ok=True)
+        (tmp_path / program).write_text(text or f"PATH={tmp_path}/bin:$PATH\n")
+    (tmp_path / "bin/srun").chmod(0o755)
+    (image / "bin").mkdir(parents=True)
+    (image / "bin/asyncflow-launch").symlink_to(COMMAND.with_name("asyncflow-launch"))
+    container = ("--container-image", str(image), "--container-mounts", f"{tmp_path}:{tmp_path}")
+    job = slurm.submit("--run-dir", "run", *MANY, *SMALL, *container, "--setup", "setup.sh", cwd=tmp_path)
+    wait_for_step(run_dir, 2)
+    slurm.preempt(job)
+    slurm.wait_for_restart(job, 1)
+    facts = slurm.wait_for(job, "COMPLETED")
+    assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "1")
+    mounts, workdir = f"--container-mounts={tmp_path}:{tmp_path}", f"--container-workdir={tmp_path}"
+    assert asked.read_text().splitlines() == [f"--container-image={image}", mounts, workdir] * 2
+    check_ledger(slurm, run_dir, last=LAST)
 
 
 def test_failed_run_ends_the_job_with_its_code(slurm: LocalSlurm, tmp_path: Path) -> None:

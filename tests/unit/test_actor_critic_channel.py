@@ -70,3 +70,10 @@ def test_message_of_a_stranger_ends_its_receiver() -> None:
         channel.recv()
     with pytest.raises(SealBroken, match="'critic/0/begun/3'"):
         channel.recv_begun(3, timeout_s=1)
+
+
+def test_the_actor_hears_whether_the_critic_has_a_steps_rows() -> None:
+    channel = ActorCriticChannel(SealedStore(HashStore(), b"secret"), lineage=0)
+    channel.send_rows(2, complete=True)
+    channel.send_rows(3, complete=False)
+    assert (channel.recv_rows(2), channel.recv_rows(3)) == (True, False)

@@ -3,6 +3,7 @@
 import pytest
 
 from asyncflow.errors import ConfigError
+from workers.settings.algorithms import PPOConfig
 from workers.settings.dataflow import Task, place_tasks
 
 ROLLOUT = Task("actor_rollout", "rollout", "rollout", ("prompts",), ("responses",))
@@ -50,3 +51,35 @@ def test_whole_groups_spread_to_the_host() -> None:
     advantages = Task("compute_advantages_and_returns", "advantages", "actor", ("rewards",), ("returns",), True)
     placed = {task.role: task for task in place_tasks((ROLLOUT, SCORE, advantages, TRAIN), ("rollout", "actor"))}
     assert placed["actor"].whole_groups and not placed["rollout"].whole_groups
+
+
+PPO_ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd")
+REAL_PPO = PPOConfig(kl_coef=0.1).tasks(old_log_probs=True)
+
+
+def test_values_travel_to_advantages_in_a_role_of_their_own_and_come_back_as_returns() -> None:
+    placed = place_tasks(REAL_PPO, (*PPO_ROLES, "advantages"))
+    own = {task.name: task for task in placed}
+    assert [task.name for task in placed if task.role == "critic"] == ["values", "critic_train"]
+    assert own["values"].outputs == ("values",) and own["values"].whole_groups, "the rounds of the training"
+    advantages = own["compute_advantages_and_returns"]
+    assert advantages.role == "advantages" and "values" in advantages.inputs
+    assert advantages.outputs == ("advantages", "returns")
+    train = own["critic_train"]
+    assert {"values", "returns"} <= set(train.inputs) and (train.outputs, train.fused) == ((), ())
+    assert "advantages" in own["actor_train"].inputs
+
+
+def test_critic_hosts_the_advantages_and_the_actor_both() -> None:
+    inside = ("values", "compute_advantages_and_returns")
+    (critic,) = (task for task in place_tasks(REAL_PPO, PPO_ROLES) if task.role == "critic")
+    assert (critic.name, critic.fused, critic.outputs) == ("critic_train", inside, ("advantages",))
+    without = [role for role in PPO_ROLES if role != "critic"]
+    (actor,) = (task for task in place_tasks(REAL_PPO, without) if task.role == "actor")
+    assert actor.fused == (*inside, "critic_train") and not {"values", "advantages"} & set(actor.inputs)
+
+
+def test_advantages_of_a_critic_inside_the_actor_are_refused() -> None:
+    """The actor would wait for what is made of its own values."""
+    with pytest.raises(ConfigError, match="'advantages' reads column values, which no .* writes; launch critic, too"):
+        place_tasks(REAL_PPO, ("rollout", "actor", "ref", "actor_fwd", "advantages"))

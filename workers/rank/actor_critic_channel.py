@@ -1,11 +1,13 @@
 """How the actor and a critic in a role of its own stay in step and save together: messages in the job store.
 
     actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank gets them all
-    critic rank 0   report 1 | report 2         | report 3                              metrics
+    critic rank 0   rows 1, report 1 | rows 2, report 2 | ...                           whether all are there; metrics
     saving threads  begun 2 -> the critic's shards are written beside checkpoint 2 -> files 2
 
 A critic makes a step's first update once the actor committed to the step. All rows have arrived by then, so only a
-death, which takes both back, can keep the actor from finishing it. And since a `save` comes before the next `commit`,
+death, which takes both back, can keep the actor from finishing it. (A critic whose advantages are computed by another
+role gets its rows beside the actor, so a stop may reach it between two of them: then it says first whether it has all,
+`rows`, and if not, the actor abandons the step, too.) And since a `save` comes before the next `commit`,
 the critic's state is then still that of the saved step. So both always have the same step.
 
 Keys begin with the lineage, which increases with every restart of the two.
@@ -67,6 +69,15 @@ class ActorCriticChannel:
         """Wait until the critic finished a step; returns its metrics."""
         figures: dict[str, float] = self._wait_for_key(f"report/{step}")
         return figures
+
+    def send_rows(self, step: int, *, complete: bool) -> None:
+        """Tell the actor whether all of a step's rows arrived, or a stop came first."""
+        self._set_key(f"rows/{step}", complete)
+
+    def recv_rows(self, step: int) -> bool:
+        """Wait for `send_rows`."""
+        complete: bool = self._wait_for_key(f"rows/{step}")
+        return complete
 
     def send_begun(self, step: int, *, begun: bool) -> None:
         """Tell the critic that it may write its part of a save, or that the save failed (`begun` False)."""

@@ -460,8 +460,8 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
         return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
     def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
-        """Return the tasks (arXiv 1707.06347, algorithm 1): a critic computes values, advantages and returns, puts the
-        advantages, and trains on the returns."""
+        """Return the tasks (arXiv 1707.06347, algorithm 1): a critic computes values, trains on the returns, and hosts
+        the task between the two if no role `advantages` was launched."""
         *others, advantages, train = super().tasks(old_log_probs=old_log_probs)
         values = Task(
             name="values",
@@ -469,8 +469,9 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
             host="actor",
             inputs=SAMPLE_COLUMNS,
             outputs=("values",),
+            goes_ahead=True,
         )
-        advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
+        advantages = replace(advantages, host="critic", outputs=("advantages", "returns"), whole_groups=False)
         critic = Task(
             name=CRITIC_TRAIN,
             role="critic",

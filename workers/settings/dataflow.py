@@ -10,7 +10,7 @@ itself, so they never travel.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -83,6 +83,9 @@ class Task:
     weights: NeededWeights = NeededWeights.ANY  # What the task's own role must hold; a host holds them anyway
     # For a training task: it puts columns that its role computes before training and that others read
     passes_on: bool = False
+    # Its role serves it by itself if another role reads its outputs, because that role's own outputs come back: the
+    # critic trains on what `advantages` makes of its values
+    goes_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,9 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
     """Assign every task to a launched role; fold all tasks of a role, hosted ones too, into its last own task.
 
     A task is folded *after* that main task if it reads what the main task writes (rewards into rollout), otherwise
-    before it (reference and advantages into actor_train). Tasks come producers before consumers; observers are ignored.
+    before it (reference and advantages into actor_train). A host that was not launched either has a host itself. A task
+    that `goes_ahead` is not folded if another role reads its outputs. Tasks come producers before consumers; observers
+    are ignored.
 
     Raises ConfigError if a launched role has no task in this graph, a task's host was not launched, or a task would
     wait for a column that exists only inside another role's task.
@@ -200,21 +205,28 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
                 f"roles: {role!r} has no task in this algorithm's dataflow; its roles are {' '.join(sorted(useful))}"
             )
     main = {task.role: task for task in tasks if task.role in launched}
+    hosts = {task.role: task.host for task in tasks}
     fused: dict[str, list[Task]] = {role: [] for role in main}
     for task in tasks:
         role = task.role if task.role in main else task.host
+        if role not in main:
+            role = hosts.get(role, role)
         if role not in main:
             raise ConfigError(f"roles: {role!r} is missing; task {task.name} runs there")
         if task is not main[role]:
             fused[role].append(task)
     at = {role: [task, *fused[role]] for role, task in main.items()}
-    placed = tuple(
-        _fold(task, fused[role], {name for other in at if other != role for part in at[other] for name in part.inputs})
-        for role, task in main.items()
-    )
+    placed: list[PlacedTask] = []
+    for role, task in main.items():
+        elsewhere = {name for other in at if other != role for part in at[other] for name in part.inputs}
+        folded = _fold(task, fused[role], elsewhere)
+        ahead = [one for one in fused[role] if one.goes_ahead and one.role == role and elsewhere & set(one.outputs)]
+        # The same rounds as the main task's, so that a step's bits do not depend on who computes the rest.
+        placed += [replace(_fold(one, [], ()), whole_groups=folded.whole_groups) for one in ahead]
+        placed.append(_fold(task, [one for one in fused[role] if one not in ahead], elsewhere) if ahead else folded)
     _refuse_unreachable_columns(placed, tasks)
     _refuse_circles(placed)
-    return placed
+    return tuple(placed)
 
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:

@@ -71,8 +71,13 @@ def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     return place_tasks(graph_of(config), list(dict.fromkeys((*launched, *config.outside_roles))))
 
 
+def tasks_of(role: str, config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
+    """Return what the role's processes fetch: its main task, the last one, and what it must put ahead of that."""
+    return tuple(task for task in launched_tasks(config, job) if task.role == role)
+
+
 def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
-    return next(task for task in launched_tasks(config, job) if task.role == role)
+    return tasks_of(role, config, job)[-1]
 
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:

@@ -2,13 +2,18 @@
 
 The actor trains, publishes and records every step, and starts its checkpoint:
 
-next step -> train, publish weights, record (`workers.trainer.step_trainer`) -> checkpoint -> next step
-                                                                   '-- written in the background
+    next step -> train, publish weights, record (`workers.trainer.step_trainer`) -> checkpoint -> next step
+                                                                       '-- written in the background
 
 The critic estimates the values of every step's responses, then updates:
 
-round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
-last round has arrived  -> the actor committed to step s -> update ... -> report
+    round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
+    last round has arrived  -> the actor committed to step s -> update ... -> report
+
+With a role `advantages`, the first line of that is in two:
+
+    round of step s arrives -> values -> put values   (all rounds)
+    the returns have come   -> all rounds are there -> tell the actor -> forward_backward
 
 It updates only after the step's last row, so all values of a step come from the same weights, while the actor still
 gets advantages as rows arrive. `workers.rank.actor_critic_channel` describes how the two stay in step. `CriticSaver`
@@ -18,7 +23,7 @@ writes the critic's part of a checkpoint.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +36,7 @@ import torch.distributed.checkpoint as dcp
 from asyncflow.checkpoint_files import CRITIC, describe
 from asyncflow.errors import AsyncFlowError, CheckpointError, LastSaveFailed, UserCodeFailed, WeightSyncError, one_line
 from asyncflow.run_files import CONFIG_FILE, checkpoint_path
+from tq.client.dataloader import StreamingDataLoader
 from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.checkpoint.checkpoint_directory import beside
@@ -48,9 +54,9 @@ from workers.records.log_prob_gap import GapWatch
 from workers.records.step_record import StepRecord, StepRecorder, check_reference
 from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
-from workers.settings.dataflow import CRITIC_TRAIN
+from workers.settings.dataflow import CRITIC_TRAIN, PlacedTask
 from workers.tasks.chain import TaskChain
-from workers.tasks.graph import task_of
+from workers.tasks.graph import task_of, tasks_of
 from workers.tasks.reference import saved_reference
 from workers.trainer.step_trainer import StepTrainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
@@ -93,6 +99,7 @@ class Actor:
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
         self._channel = _open_channel(context) if context.rank == 0 and context.job.of_role("critic") else None
+        self._critic_says_rows = len(tasks_of("critic", config, context.job)) > 1
         # The saving thread needs a store client of its own.
         self._save_channel = None if self._channel is None else _open_channel(context)
         place = ReplicaPlace.of_rank(config.actor, context.rank, context.gang.num_ranks)
@@ -176,8 +183,15 @@ class Actor:
                     self._save_last()
             raise error
         if self._context.job.of_role("critic"):
+            if self._critic_says_rows and not self._critic_has_rows(record.step):
+                return False
             self._send_message(ActorMessage(Kind.COMMIT, record.step))
         return True
+
+    def _critic_has_rows(self, step: int) -> bool:
+        """Wait until the critic has the step's rows or has learned of a stop; collective."""
+        self._context.report_state("waiting for the critic", step=step)
+        return sum_over_ranks(int(self._channel is not None and self._channel.recv_rows(step))) > 0
 
     def _too_many_failures(self, record: StepRecord) -> UserCodeFailed | None:
         """Return why the step must not be trained, identical on all ranks; collective."""
@@ -341,7 +355,7 @@ class Critic:
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
         self._context = context
-        task = task_of("critic", config, context.job)
+        *ahead, task = tasks_of("critic", config, context.job)
         engine = load_value_engine(config, device=context.device)
         self._outputs = task.outputs
         self._channel = _open_channel(context)
@@ -356,13 +370,20 @@ class Critic:
             self._saver.restore_checkpoint(Path(context.job.resume_from))
         self._columns = TaskChain(task.fused, context, critic=engine)
         self._client = context.queue_client()
-        self._loader = open_loader(
-            context, self._client, task, config.critic, rank=context.rank, num_ranks=context.gang.num_ranks
-        )
+        # Now, since the first put may come later than a consumer waits for a producer.
+        self._client.declare_outputs([name for one in (*ahead, task) for name in one.outputs])
+
+        def open_rounds(one: PlacedTask) -> StreamingDataLoader:
+            return open_loader(
+                context, self._client, one, config.critic, rank=context.rank, num_ranks=context.gang.num_ranks
+            )
+
+        self._loader = open_rounds(task)
+        self._ahead = [AheadOfTraining(context, one, open_rounds(one), engine) for one in ahead]
         self._trainer = StepTrainer(
             context,
             (critic_learner(config, engine),),
-            self._loader,
+            WholeSteps(self._loader, self._agree_on_rows) if ahead else self._loader,
             columns=self._columns,
             training=config.critic.training(config.actor),
             role=self,
@@ -373,6 +394,8 @@ class Critic:
         """Train every step that the actor finishes, and save whenever the actor saves."""
         self._context.report_state("waiting for rows", version=self._context.start_step)
         while step := self._loader.next_partition():
+            for one in self._ahead:
+                one.put_columns(step)
             if self._trainer.train(step) is None:
                 break
         # The actor may still save after its last step.
@@ -382,13 +405,16 @@ class Critic:
 
     def close(self) -> None:
         self._saver.close()
+        for one in self._ahead:
+            one.close()
         self._loader.close()
         self._columns.close()
         self._client.close()
 
     def take_round(self, batch: PackedBatch, _: StepRecord) -> None:
-        """Put the columns that other roles read."""
-        self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
+        """Put the columns that other roles read; a put acknowledges the rows, too."""
+        if self._outputs:
+            self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
     def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         """Wait until the actor commits to this step or ends the run. A save that comes first is of the step before."""
@@ -410,11 +436,19 @@ class Critic:
         """Do nothing: no role receives the critic's weights."""
 
     def record_step(self, record: StepRecord) -> None:
-        """Report the step's metrics to the actor, which writes them."""
+        """Acknowledge rows without outputs; report the step's metrics to the actor, which writes them."""
+        self._loader.ack_soon()
         self._context.report_state("reporting", step=record.step, version=record.step)
         record.merge_parts(gather(record.make_part()))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
+
+    def _agree_on_rows(self, step: int, stopped: bool) -> bool:
+        """Tell the actor whether all rows of a step arrived; returns it, the same on all ranks."""
+        complete = sum_over_ranks(int(stopped)) == 0
+        if self._context.rank == 0:
+            self._channel.send_rows(step, complete=complete)
+        return complete
 
     def _receive_message(self) -> int | None:
         """Act on the actor's next message; returns the step that the actor committed to, if that was the message."""
@@ -429,6 +463,64 @@ class Critic:
             case Kind.END:
                 self._over = True
         return None
+
+
+class AheadOfTraining:
+    """A task of a training gang that goes ahead of its training: computes and puts a step's columns, round by round."""
+
+    def __init__(
+        self, context: WorkerContext, task: PlacedTask, loader: StreamingDataLoader, critic: ValueEngine
+    ) -> None:
+        self._context = context
+        self._task = task
+        self._loader = loader
+        self._columns = TaskChain((*task.fused, task.name), context, critic=critic)
+
+    def put_columns(self, step: int) -> None:
+        """Compute and put the columns of all rows of `step`, or of those that come before a stop; collective."""
+        context, name = self._context, self._task.name
+        if not self._loader.next_partition():
+            return
+        assert self._loader.partition == step, f"{name} is at step {self._loader.partition}, training at {step}"
+        rounds = iter(self._loader)
+        while True:
+            context.report_state("waiting for rows", step=step)
+            with context.timeline.span(f"wait for rows of {name}", step=step):
+                batch = next(rounds, None)
+            if batch is None:
+                return
+            context.report_state(name, f"{len(batch)} rows", step=step)
+            batch = self._columns.add_columns(batch, step=step, round_rows=self._loader.round_rows)
+            with context.timeline.span("put", step=step, rows=len(batch)):
+                self._loader.put({column: batch[column] for column in self._task.outputs} if len(batch) else {})
+
+    def close(self) -> None:
+        self._loader.close()
+        self._columns.close()
+
+
+class WholeSteps:
+    """A loader whose rounds are given out once all of a step's have arrived, on all ranks of the gang, or not at all.
+
+    `agree(step, stopped)` returns whether they have; collective.
+    """
+
+    def __init__(self, loader: StreamingDataLoader, agree: Callable[[int, bool], bool]) -> None:
+        self._loader = loader
+        self._agree = agree
+        self.stopped = False
+
+    @property
+    def round_rows(self) -> int:
+        return self._loader.round_rows
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        passes = self._loader.passes(2)
+        for _ in next(passes):
+            pass  # the loader keeps it for the second pass
+        self.stopped = not self._agree(self._loader.partition, self._loader.stopped)
+        if not self.stopped:
+            yield from next(passes)
 
 
 class CriticSaver:

@@ -63,6 +63,20 @@ class TrainingRole(Protocol):
         """Acknowledge the step's rows and record its results."""
 
 
+class RoundSource(Protocol):
+    """What gives a step's rounds: the loader itself, or one that waits for all of them."""
+
+    @property
+    def round_rows(self) -> int:
+        """Most rows of any rank in the current round."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop came before the step's last round."""
+
+    def __iter__(self) -> Iterator[PackedBatch]: ...
+
+
 class StepTrainer:
     """One rank's part of every step; `train` is collective over the gang.
 
@@ -76,7 +90,7 @@ class StepTrainer:
         self,
         context: WorkerContext,
         learners: Sequence["Learner"],
-        loader: StreamingDataLoader,
+        loader: RoundSource,
         *,
         columns: TaskChain,
         training: ActorConfig,

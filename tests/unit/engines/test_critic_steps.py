@@ -1,6 +1,7 @@
-"""Steps of PPO with the critic inside the actor, against a loop written by hand, with the real engines."""
+"""Steps of PPO with the critic inside the actor, against a loop written by hand, with the real engines; and of a critic
+whose advantages are computed by another role."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from workers.engines.base import TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine
 from workers.records.step_record import StepRecord
 from workers.rows.packed_rows import Sequences, sample_columns, samples_of, sequences_of
+from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
+from workers.trainer.actor import AheadOfTraining, WholeSteps
 from workers.trainer.step_trainer import StepTrainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -76,11 +79,15 @@ def engines(config: RunConfig) -> tuple[TrainEngine, ValueEngine]:
     return load_train_engine(config, device=CPU), load_value_engine(config, device=CPU)
 
 
-def train(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, stops: bool = False) -> StepRecord | None:
-    context: Any = SimpleNamespace(
+def context_of(role: str, config: RunConfig) -> Any:
+    return SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report_state=lambda *_, **__: None,
-        report_progress=lambda: None, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
+        report_progress=lambda: None, run_dir=Path("nowhere"), gang=SimpleNamespace(role=role),
     )  # fmt: skip
+
+
+def train(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, stops: bool = False) -> StepRecord | None:
+    context = context_of("actor", config)
     loader: Any = Loader(make_rounds(), stops=stops)
     tasks = ("values", "compute_advantages_and_returns", "critic_train")
     return StepTrainer(
@@ -177,3 +184,83 @@ def test_a_stop_leaves_no_trace_in_either() -> None:
     train(config, *untouched)
     for expected, actual in zip(parameters(*untouched), parameters(*stopped), strict=True):
         assert all(one.equal(other) for one, other in zip(expected, actual, strict=True))
+
+
+class StepLoader(Loader):
+    """A loader of one step that takes what is put, and repeats its rounds."""
+
+    partition = 0
+
+    def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
+        super().__init__(batches, stops=stops)
+        self.columns: list[Mapping[str, Column]] = []
+
+    def next_partition(self) -> int:
+        self.partition = STEP
+        return STEP
+
+    def passes(self, count: int) -> Iterator[Iterator[PackedBatch]]:
+        for _ in range(count):
+            yield iter(self)
+
+    def put(self, columns: Mapping[str, Column]) -> None:
+        self.columns.append(columns)
+
+    def close(self) -> None:
+        self._batches = ()
+
+
+def placed_at(role: str, config: RunConfig) -> list[PlacedTask]:
+    roles = ("rollout", "actor", "critic", "advantages")
+    return [task for task in place_tasks(config.algorithm.tasks(), roles) if task.role == role]
+
+
+def train_apart(config: RunConfig, critic: ValueEngine, *, stops: bool = False) -> tuple[StepRecord | None, list[bool]]:
+    """One step of a critic whose values travel to the role `advantages`; returns also what it tells the actor."""
+    context = context_of("critic", config)
+    values, training = placed_at("critic", config)
+    loader: Any = StepLoader(make_rounds())
+    ahead = AheadOfTraining(context, values, loader, critic)
+    ahead.put_columns(STEP)
+    with_values = [batch.with_columns(new) for batch, new in zip(make_rounds(), loader.columns, strict=True)]
+    (advantages,) = placed_at("advantages", config)
+    chain = TaskChain((advantages.name,), context)
+    ready: Any = StepLoader([chain.add_columns(batch, step=STEP) for batch in with_values], stops=stops)
+    ready.next_partition()
+    told: list[bool] = []
+
+    def agree(step: int, stopped: bool) -> bool:
+        assert step == STEP
+        told.append(not stopped)
+        return not stopped
+
+    record = StepTrainer(
+        context,
+        (critic_learner(config, critic),),
+        WholeSteps(ready, agree),
+        columns=TaskChain(training.fused, context, critic=critic),
+        training=config.critic.training(config.actor),
+        role=CountingRole(),
+    ).train(STEP)
+    ahead.close()
+    return record, told
+
+
+def test_critic_ends_with_the_same_bits_whoever_computes_its_advantages() -> None:
+    config = configure("critic.micro_batch_size=2", "actor.ppo_epochs=2", "actor.num_mini_batches=2")
+    (policy, hosted), (_, apart) = engines(config), engines(config)
+    assert train(config, policy, hosted) is not None
+    record, told = train_apart(config, apart)
+    assert record is not None and told == [True]
+    for expected, actual in zip(parameters(policy, hosted)[1], parameters(policy, apart)[1], strict=True):
+        assert expected.equal(actual)
+
+
+def test_critic_that_lacks_rows_at_a_stop_says_so_and_trains_none_of_the_step() -> None:
+    config = configure("critic.micro_batch_size=2")
+    (policy, critic), (_, untouched) = engines(config), engines(config)
+    assert train_apart(config, critic, stops=True) == (None, [False])
+    train_apart(config, critic)
+    train_apart(config, untouched)
+    for expected, actual in zip(parameters(policy, untouched)[1], parameters(policy, critic)[1], strict=True):
+        assert expected.equal(actual)

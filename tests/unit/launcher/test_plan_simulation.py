@@ -201,6 +201,13 @@ def test_the_actor_waits_for_advantages_and_trains_beside_the_critic() -> None:
     assert ppo_run("sync", critic_s=0.005).step_s(1) == pytest.approx(0.8 + 8.0 + 0.1)
 
 
+def test_advantages_in_a_role_of_their_own_are_planned_as_if_the_critic_hosted_them() -> None:
+    config, times = ppo("sync", critic_s=0.002)
+    apart = config.model_copy(update={"roles": {**config.roles, "advantages": 1}})
+    expected = ppo_run("sync", critic_s=0.002).step_s(1)
+    assert run(apart, **times).step_s(1) == pytest.approx(expected)
+
+
 def test_a_critic_may_limit_an_overlapped_run() -> None:
     ran = ppo_run("async", critic_s=0.005)
     assert ran.step_s(2) == pytest.approx(0.8 + 8.0 + 0.1, rel=0.01)

@@ -72,11 +72,112 @@ def test_without_run_dir_all_restarts_still_share_one(write_config: WriteConfig)
     assert f"\nrun_dir={made.resolve()}\n" in result.stdout
 
 
-def test_devices_are_the_nodes_own(write_config: WriteConfig) -> None:
+def launch_lines(script: str) -> list[str]:
+    """Return the lines of the launcher's command, without their indentation."""
+    return [line.strip() for line in script[script.index("launch=(") :].partition("\n)\n")[0].splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "note"),
+    [
+        ("cuda", ["--gres", "gpu:h100:4"], ""),
+        ("npu", ["--sbatch-arg=--gres=npu:4"], ""),
+        ("npu", ["--set", "launcher.devices_per_node=4"], ""),
+        ("cuda", [], "note: how many cuda devices a node has is not known here, so the nodes check the placement; "),
+    ],
+)
+def test_devices_are_the_nodes_own(write_config: WriteConfig, device: str, arguments: list[str], note: str) -> None:
     """The host on which the command is typed need not have any."""
-    result = run(write_config(launcher={"device": "cuda"}), "--time", "60", "--set", "launcher.threads_per_worker=2")
+    source = write_config(launcher={"device": device})
+    result = run(source, "--time", "60", "--roles", "rollout:2,actor:2", *arguments)
     assert result.exit_code == 0, result.output
-    assert "launcher.device" not in result.stdout
+    assert "launcher.device=" not in result.stdout
+    assert result.stderr.partition("made ")[0].startswith(note) and bool(note) == result.stderr.startswith("note:")
+
+
+def test_device_that_is_asked_for_is_the_one_that_the_nodes_must_have(write_config: WriteConfig) -> None:
+    result = run(write_config(), "--time", "60", "--device", "npu", "--gres", "npu:16")
+    assert result.exit_code == 0, result.output
+    assert "--set launcher.device=npu" in launch_lines(result.stdout)
+
+
+AUTO = ("--set", "launcher.device=auto")
+ROLES = ("--roles", "rollout:12,actor:4", "--time", "60")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--device", "gpu"], "--device: 'gpu' is no kind of device; use one of "),
+        (["--device", "cuda", "--gres", "gpu:8"], "roles: rollout:12,actor:4 needs 16 cuda devices, but there are 8; "),
+        ([*AUTO, "--gres", "gpu:8"], "roles: rollout:12,actor:4 needs 16 cuda devices, but there are 8; "),
+        (
+            [*AUTO, "--sbatch-arg=--gpus-per-node=4", "--nodes", "3"],
+            "roles: rollout:12,actor:4 needs 16 cuda devices, but ",
+        ),
+        (
+            ["--device", "npu", "--gres", "npu:8", "--set", "launcher.devices_per_node=16"],
+            "launcher.devices_per_node: 16, but the job asks for 8 npu devices of a node; set it to 8 or less",
+        ),
+    ],
+)
+def test_run_is_judged_for_the_devices_of_the_nodes(
+    write_config: WriteConfig, arguments: list[str], expected: str
+) -> None:
+    assert refuse(write_config(), *ROLES, *arguments).startswith(expected)
+
+
+def test_run_on_the_cpus_of_a_login_node_with_or_without_devices_is_judged_alike(write_config: WriteConfig) -> None:
+    assert run(write_config(), *ROLES, "--device", "cpu", "--gres", "gpu:1").exit_code == 0
+
+
+IMAGE = "registry.site.org#team/asyncflow:1"
+
+
+def test_container_holds_the_launchers_and_not_the_batch_script(write_config: WriteConfig, tmp_path: Path) -> None:
+    mounts = f"{tmp_path}:{tmp_path},/scratch/data:/data:ro+rprivate"
+    source = write_config()
+    result = run(source, "--time", "60", "--container-image", IMAGE, "--container-mounts", mounts)
+    assert result.exit_code == 0, result.output
+    assert "#SBATCH --container" not in result.stdout
+    options = subprocess.run(
+        ["bash", "-c", result.stdout[result.stdout.index("srun_options=") :].partition("\n")[0]
+         + '\nprintf "%s\\n" "${srun_options[@]}"'],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert options == [
+        "--cpu-bind=none", f"--container-image={IMAGE}", f"--container-mounts={mounts}",
+        f"--container-workdir={Path.cwd()}",
+    ]  # fmt: skip
+    assert launch_lines(result.stdout)[0] == f"asyncflow-launch {source}", "the image's own command"
+
+
+def test_packaged_recipe_is_the_containers_own(tmp_path: Path) -> None:
+    result = run("--time", "60", "--container-image", IMAGE, "--container-mounts", f"{tmp_path}:{tmp_path}")
+    assert result.exit_code == 0, result.output
+    assert launch_lines(result.stdout)[0] == "asyncflow-launch quickstart"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--container-mounts", "/a:/a"], "--container-mounts: there is no container; give --container-image, too"),
+        (["--container-image", "a\nb"], "--container-image: 'a\\nb' has characters that no name has"),
+        (["--container-image", "i", "--container-mounts", "/a,b:/b"], "--container-mounts: 'b:/b' is no mount; give "),
+        (["--container-image", "i", "--container-mounts", "/a:"], "--container-mounts: '/a:' is no mount; give "),
+        (["--container-image", "i"], "--container-mounts: the run directory "),
+        (["--container-image", "i", "--container-mounts", "CWD:/else"], "--container-mounts: the run directory "),
+        (["--container-image", "i", "--container-mounts", "CWD:CWD,/b:CWD"], "--container-mounts: the run directory "),
+        (["--container-image", "i", "--container-mounts", "CWD:CWD:x+ro"], "--container-mounts: the run directory "),
+        (["--container-image", "i", "--container-mounts", "CWD:CWD"], "--container-mounts: CONFIG "),
+        (["--sbatch-arg=--container-image=i"], "--sbatch-arg: --container-image=i would put the batch script itself "),
+    ],
+)
+def test_container_that_contradicts_itself_is_refused(
+    write_config: WriteConfig, arguments: list[str], expected: str
+) -> None:
+    told = [argument.replace("CWD", str(Path.cwd())) for argument in arguments]
+    assert refuse(write_config(), "--time", "60", *told).startswith(expected)
 
 
 @pytest.mark.parametrize(
