@@ -236,7 +236,8 @@ class MegatronStage:
         self._shared_prompt = actor.shared_prompt
         self.num_stages, self.num_chunks = parts.layout.stages, parts.layout.chunks
         self.num_pieces = actor.megatron.pipeline_pieces if self.num_stages > 1 else 1
-        self._tensor, self._tensor_group = parts.layout.tensor, parallel_state.get_tensor_model_parallel_group()
+        self._tensor = parts.layout.tensor
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self._ranks = dist.get_process_group_ranks(self._pipeline_group)
         self.stage = self._ranks.index(dist.get_rank())
