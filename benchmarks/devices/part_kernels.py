@@ -1,7 +1,7 @@
 """Bytes that a layer's kernels move beside matrix products and attention: transformers' own, fused, and compiled."""
 
 import copy
-import gc
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 def run(**_: int) -> dict[str, float]:
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, attn_implementation="sdpa")).bfloat16()
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES)).bfloat16()
     hidden = torch.randn(1, NUM_TOKENS, SIZES["hidden_size"]).bfloat16()
     angles = model.model.rotary_emb(hidden, torch.arange(NUM_TOKENS).unsqueeze(0))
     eager, expected = _moved(model, hidden, angles)
@@ -60,15 +60,14 @@ def _moved(model: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[i
 def _compiled_bytes(model: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> float:
     """Return inductor's own count of what its kernels read and write; calls of libraries (products, attention) are
     left out."""
-    from torch._inductor import metrics
+    from torch._inductor import compile_fx, metrics
     from torch._inductor.scheduler import ExternKernelSchedulerNode
 
-    torch._logging.set_logs(inductor_metrics=True)
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # it counts where it would log
     metrics.reset()
     compiled = torch.compile(model.model.layers[0], backend="inductor")
     _pass(compiled, hidden.clone().requires_grad_(), angles)
     total = 4 * sum(size for node, size in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode))
-    torch._logging.set_logs()
+    compile_fx.inductor_metrics_log.setLevel(logging.NOTSET)
     torch.compiler.reset()
-    gc.collect()
     return float(total)

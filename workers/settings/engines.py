@@ -114,7 +114,7 @@ class ActorConfig(TrainingConfig):
                 "compile", "megatron's layers are not compiled; set it to false, or actor.engine to fsdp"
             )
         if self.fsdp_size and self.engine != "fsdp":
-            raise self.refusal("fsdp_size", f"it is about engine fsdp; set it to 0 with {self.engine}")
+            raise self.refusal("fsdp_size", "only engine fsdp shards; set it to 0")
         if self.tri_model and self.engine not in ("fsdp", "megatron"):
             raise self.refusal("tri_model", f"engine {self.engine} keeps no copies of the policy; use fsdp or megatron")
         return self

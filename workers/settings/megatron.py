@@ -34,7 +34,7 @@ class MegatronConfig(Settings):
     def _chunks_need_stages(self) -> Self:
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise self.refusal(
-                "virtual_pipeline", f"{self.virtual_pipeline} chunks need several pipeline_parallel stages; set it to 1"
+                "virtual_pipeline", "only several stages (pipeline_parallel) are interleaved; set it to 1"
             )
         return self
 
