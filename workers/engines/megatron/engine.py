@@ -178,7 +178,7 @@ class _Passes:
             self._find_gradients(micro_batch.pieces, torch.cat(micro_batch.results, dim=1), micro_batch.loss)
             micro_batch.evaluated = True
 
-    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    @torch.enable_grad()
     def _find_gradients(self, pieces: Sequence[int], values: Tensor, loss: LossFunction) -> None:
         """Note the gradients of pieces' own results, from those of the values [2, A] that the loss reads."""
         # Cut the graph here: the values come from several ranks, and the schedule runs the backward passes itself.
