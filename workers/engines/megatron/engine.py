@@ -469,7 +469,7 @@ class MegatronEngine:
         # Megatron's `optimizer.step` in parts, so that scale, clip and decay come in between.
         finalize_model_grads(wrapped)
         optimizer.prepare_grads()
-        factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
+        factor, stats = self._updates.next(_global_norm(optimizer), scale)
         # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
             for each in wrapped:
@@ -579,6 +579,15 @@ class MegatronFrozenModel(MegatronCopy):
             weights_dir=setup.weights_dir or setup.model_dir,
             timeout_s=run.launcher.operation_timeout_s,
         )
+
+
+def _global_norm(optimizer: Any) -> float:
+    """Return the norm of all ranks' gradients; waits once, where Megatron without Apex waits for each parameter."""
+    gradients = optimizer.get_main_grads_for_grad_norm()
+    squares = [norm.square() for norm in torch._foreach_norm(gradients)] if gradients else []
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=torch.cuda.current_device())
+    dist.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
+    return float(total.sqrt())
 
 
 def _shards(parts: MegatronParts) -> Iterator[LocalShard]:

@@ -5,6 +5,7 @@ Source: megatron-core 0.16.1.
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def build_network(
 
 def _build_chunk(model: DenseModel, actor: ActorConfig, layout: MegatronLayout, config: Any, chunk: int) -> ModelChunk:
     place = layout.place(dist.get_rank())
-    network = _network(model, config, layout, place.stage, chunk)
+    network: Any = _network(model, config, layout, place.stage, chunk)
+    if layout.tensor > 1 and network.pre_process:
+        network.embedding.word_embeddings.forward = partial(_embed, network.embedding.word_embeddings)
     if actor.autocast == "bfloat16":
         network.bfloat16()  # Megatron builds norms in float32
     number = chunk * layout.stages + place.stage
@@ -215,6 +218,22 @@ class SequenceNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel  # read by `finalize_model_grads`
+
+
+def _embed(embedding: Any, tokens: Tensor) -> Tensor:
+    """Look up [1, t] tokens, each on the rank that holds it: [t / TP, 1, W], this rank's share of the tokens."""
+    # Megatron's `VocabParallelEmbedding.forward` writes through masks, for which the host waits, here and in the
+    # backward pass.
+    from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+
+    place = tokens - embedding.vocab_start_index
+    outside = (place < 0) | (tokens >= embedding.vocab_end_index)
+    found = nn.functional.embedding(place.masked_fill(outside, 0), embedding.weight)
+    found = found.masked_fill(outside.unsqueeze(-1), 0.0)
+    whole: Tensor = reduce_scatter_to_sequence_parallel_region(
+        found.transpose(0, 1).contiguous(), group=embedding.tp_group
+    )
+    return whole
 
 
 def _network(model: DenseModel, config: Any, layout: MegatronLayout, stage: int, chunk: int) -> nn.Module:
