@@ -47,6 +47,22 @@ of up to 768, by models of the shapes of Qwen2.5-0.5B and -1.5B with random weig
     memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
     late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
 
+    megatron_waits_per_micro_batch   the same of the `megatron` engine, with recomputed layers
+
+`pipeline`, at once: slots in which a stage computes a piece, or nothing; two stages, an update of four micro-batches of
+four equal pieces:
+
+    pipeline_bubble         idle slots / all, with a loss that is a sum over samples; `_virtual`: with two chunks each;
+                            `_whole`: with a loss of the whole micro-batch
+    pipeline_live_pieces    most pieces whose activations a stage keeps at a time; `_whole`: likewise
+
+`kernels`, a minute on the CPU, Qwen2.5-0.5B's layer, forward and backward of 512 tokens in bfloat16: bytes that kernels
+read and write beside matrix products and attention:
+
+    npu_patched_bytes_x     transformers' / with Ascend's fused kernels, each counted as its inputs and outputs
+    npu_patched_gradients_rel   the difference of the gradients, relative to their norm
+    compiled_bytes_x        transformers' / compiled, by inductor's own count
+
 `sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
 
     sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context

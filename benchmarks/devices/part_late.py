@@ -24,7 +24,13 @@ def run(**_: int) -> dict[str, float]:
     work = Path(tempfile.mkdtemp(prefix="late-"))
     try:
         env = processes.environment(processes.build_late(work))
-        return _waits(env, work) | _missed(env, work) | _memory_error(env, work) | _failed_runs(env, work)
+        return (
+            _waits(env, work)
+            | _megatron_waits(env, work)
+            | _missed(env, work)
+            | _memory_error(env, work)
+            | _failed_runs(env, work)
+        )
     finally:
         shutil.rmtree(work)
 
@@ -42,6 +48,12 @@ def _waits(env: dict[str, str], work: Path) -> dict[str, float]:
         "syncs_per_micro_batch": max(sum(one.values()) for one in found["micro_batches"][1:]),
         "syncs_per_update": max(sum(one.values()) for one in found["updates"]),
     }
+
+
+def _megatron_waits(env: dict[str, str], work: Path) -> dict[str, float]:
+    """Of the `megatron` engine, with recomputed layers."""
+    found = [(_said(env, work, "megatron", schedule) or [{}])[0]["megatron"]["micro_batches"] for schedule in SCHEDULES]
+    return {"megatron_waits_per_micro_batch": max(sum(one.values()) for parts in found for one in parts)}
 
 
 def _missed(env: dict[str, str], work: Path) -> dict[str, float]:

@@ -58,6 +58,10 @@ def check_models(config: RunConfig) -> Models:
     check_reward_model(config)
     check_positions(config)
     _check_tensor_parallel(config)
+    if "actor" in config.roles:
+        config.actor.check_fsdp_size(config.roles["actor"])
+        if config.algorithm.has_critic:
+            config.critic.check_fsdp_size(config.roles.get("critic", config.roles["actor"]), section="critic")
     num_parameters, reward = count_parameters(path), config.reward.model
     sizes = ModelSizes.from_config(read_model_config(path), num_parameters)
     return Models(

@@ -1,6 +1,7 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory, broadcast
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, megatron, memory,
+    broadcast
 PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from asyncflow.device import connect_group, group_backends, open_device, pin
 from tests.device.memory import memory
 from tests.device.plants import PLANTS
-from tests.device.steps import steps
+from tests.device.steps import megatron, steps
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 FIRST_DEVICE = 3  # not 0, which threads and careless code use
@@ -261,8 +262,8 @@ def _contexts(device: torch.device) -> list[int]:
 
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
-    "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps, "memory": memory,
-    "broadcast": broadcast,
+    "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps,
+    "megatron": megatron, "memory": memory, "broadcast": broadcast,
 }  # fmt: skip
 
 

@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from asyncflow.device import group_backends
 from tests.multiproc.step_rank import CASES, configure, train
+from workers.rows.packed_rows import Sequences
+from workers.settings.engines import ActorConfig
 from workers.trainer.step_trainer import StepTrainer
+
+MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 
 
 def waits(device: torch.device) -> Counter[str]:
@@ -48,3 +52,44 @@ def steps(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
         said[name] = found | {"micro_batches": micro_batches, "updates": updates}
     dist.destroy_process_group()
     return said
+
+
+def megatron(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Two updates of two micro-batches by the `megatron` engine: what they give, and the waits of each part.
+    MEGATRON_DIVIDED says what several ranks divide: `pipeline_parallel` or `tensor_parallel`."""
+    from tests.megatron_engine import cpu_shim
+
+    cpu_shim.install("cpu" if device.type == "cpu" else str(device))
+    from workers.engines.megatron.engine import MegatronEngine
+
+    store = dist.FileStore(str(directory / "store"), num_ranks)
+    limit = timedelta(seconds=60)
+    dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    actor = ActorConfig(
+        engine="megatron",
+        lr=1e-2,
+        eps=0.05,
+        gradient_checkpointing=True,
+        megatron={  # type: ignore[arg-type]
+            os.environ.get("MEGATRON_DIVIDED", "pipeline_parallel"): num_ranks,
+            "pipeline_pieces": 2,
+        },
+    )
+    engine = MegatronEngine(MODEL, actor=actor, temperature=0.7, device=device, seed=0, timeout_s=60)
+    generator = torch.Generator().manual_seed(0)
+    norms: list[float] = []
+    micro_batches: list[Counter[str]] = []
+    updates: list[Counter[str]] = []
+    for _ in range(2):
+        for _ in range(2):
+            samples = [torch.randint(0, 14, (length,), generator=generator) for length in (6, 9, 7, 8)]
+            batch = Sequences.from_turns([one[:3] for one in samples], [one[3:] for one in samples])
+            before = waits(device)
+            engine.forward_backward(batch, lambda log_probs, entropy: ((log_probs + 1).square() - entropy).sum())
+            micro_batches.append(waits(device) - before)
+        before = waits(device)
+        norms.append(engine.step(0.1).grad_norm)
+        updates.append(waits(device) - before)
+    found = {"norms": norms, "log_probs": engine.log_probs(batch).tolist()}
+    dist.destroy_process_group()
+    return {"megatron": found | {"micro_batches": micro_batches, "updates": updates}}

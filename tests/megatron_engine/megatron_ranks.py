@@ -42,6 +42,21 @@ def square_loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
     return (log_probs_A + 1).square().sum() - (0.5 * log_probs_A.detach() * entropy_A).sum()
 
 
+class SquareLoss:
+    """Counts the tokens of its calls as a whole."""
+
+    def __init__(self, *, per_sample: bool) -> None:
+        self.per_sample = per_sample
+        self.calls: list[int] = []
+
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+        self.calls.append(len(log_probs_A))
+        return square_loss(log_probs_A, entropy_A)
+
+    def cut_loss(self, sizes: list[tuple[int, int]]) -> list[Any] | None:
+        return [square_loss] * len(sizes) if self.per_sample else None
+
+
 def run(root: Path, case: str, options: dict[str, Any]) -> None:
     actor = ActorConfig(engine="megatron", lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, **options["actor"])
     engine = MegatronEngine(
@@ -56,6 +71,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
     layout = actor.megatron.layout(num_ranks)
     replica = layout.place(rank).replica
     out: dict[str, Any] = {"norms": []}
+    losses = {"per_sample": options.get("per_sample", False)}
     if options.get("resume"):
         state = engine.state_dict()
         dcp.load(state, checkpoint_id=root / f"half-{options['resume']}")
@@ -66,7 +82,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         kept = engine.open_copy(initial=True)
         out["copies"] = [kept.log_probs(everything).equal(out["log_probs"])]
         for number in (1, 2):
-            out["norms"].append(update(engine, number, replica, layout.replicas))
+            out["norms"].append(update(engine, number, replica, layout.replicas, **losses))
         out["copies"].append(kept.log_probs(everything).equal(out["log_probs"]))
         kept.take()
         out["copies"].append(kept.log_probs(everything).equal(engine.log_probs(everything)))
@@ -76,7 +92,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         dcp.save(state, checkpoint_id=root / f"half-{case}")
         copy.close()
     for number in (3, 4):
-        out["norms"].append(update(engine, number, replica, layout.replicas))
+        out["norms"].append(update(engine, number, replica, layout.replicas, **losses))
     out["updates"] = engine.optimizer_updates
     out["shards"] = [(s.name, s.shape, s.box.offset, s.box.size, s.values.clone()) for s in engine.shards()]
     torch.save(out, root / f"{case}-{rank}.pt")
@@ -85,14 +101,22 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         engine.export_hf(root / f"export-{case}", root / f"end-{case}")
 
 
-def update(engine: MegatronEngine, number: int, replica: int, replicas: int) -> float:
-    """Update with all samples, return the gradient norm. In the second one the first replica has them all."""
+def update(engine: MegatronEngine, number: int, replica: int, replicas: int, *, per_sample: bool) -> float:
+    """Update with all samples, return the gradient norm. In the second one the first replica has them all. Between the
+    micro-batches log-probabilities are asked for, as tasks do while a pipeline is filled."""
     rows = list(range(replica, NUM_SAMPLES, replicas))
     if number == 2:
         rows = list(range(NUM_SAMPLES)) if replica == 0 else []
     half = len(rows) // 2
-    for part in (rows[:half], rows[half:]):
-        engine.forward_backward(make_sequences(part), square_loss)
+    losses = []
+    for part in (rows[:half], [], rows[half:]):
+        batch = make_sequences(part)
+        losses.append((SquareLoss(per_sample=per_sample), batch))
+        engine.forward_backward(batch, losses[-1][0])
+        engine.log_probs(batch)
+    engine.finish_micro_batches()
+    for loss, batch in losses:
+        assert loss.calls == ([] if batch is None else [batch.num_drawn]), "each rank calls each loss once"
     return engine.step(1 / 16).grad_norm
 
 

@@ -42,8 +42,9 @@ SIZES: dict[str, Any] = {
 """13 tokens do not divide by two: the vocabulary is padded."""
 
 
-def division(tensor: int = 1, stages: int = 1, pieces: int = 4, context: int = 1) -> dict[str, int]:
+def division(tensor: int = 1, stages: int = 1, pieces: int = 4, context: int = 1, chunks: int = 1) -> dict[str, int]:
     return {
+        "virtual_pipeline": chunks,
         "tensor_parallel": tensor,
         "context_parallel": context,
         "pipeline_parallel": stages,
@@ -55,6 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {"model": "llama", "ranks": 1, "actor": {"megatron": division()}},
     "tp2": {"model": "llama", "ranks": 2, "actor": {"megatron": division(2)}},
     "pp2": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(1, 2, 3), "gradient_checkpointing": True}},
+    "pp2-samples": {
+        "model": "qwen3",
+        "ranks": 2,
+        "actor": {"megatron": division(1, 2, 3), "gradient_checkpointing": True},
+        "per_sample": True,
+    },
+    "pp2-vp2": {"model": "deep", "ranks": 2, "actor": {"megatron": division(1, 2, 3, chunks=2)}, "per_sample": True},
+    "tp2-pp2-vp2": {"model": "deep", "ranks": 4, "actor": {"megatron": division(2, 2, 3, chunks=2)}},
     "tp2-pp2": {"model": "llama", "ranks": 4, "actor": {"megatron": division(2, 2)}},
     "tp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2)}},
     "cp4": {"model": "llama", "ranks": 4, "actor": {"megatron": division(context=4)}},
@@ -66,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2-cp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2, context=2)}},
     "cp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(context=2)}},
     "resumed": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(1, 2)}, "resume": "tp2-dp2"},
+    "resumed-pp2": {"model": "deep", "ranks": 2, "actor": {"megatron": division(1, 2)}, "resume": "tp2-pp2-vp2"},
     "resumed-cp2": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(context=2)}, "resume": "tp2-dp2"},
     "cp2-bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(context=2), "autocast": "bfloat16"}},
     "bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(2), "autocast": "bfloat16"}},
@@ -76,6 +86,9 @@ EXACT = [
     "one",
     pytest.param(GATE, marks=pytest.mark.gate),
     "pp2",
+    "pp2-samples",
+    "pp2-vp2",
+    "tp2-pp2-vp2",
     "tp2-pp2",
     "tp2-dp2",
     "cp4",
@@ -112,6 +125,8 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             torch.nn.init.normal_(parameter, std=0.3)
     qwen2.save_pretrained(root / "models" / "qwen2")
     Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).save_pretrained(root / "models" / "qwen3")
+    deep = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True)
+    LlamaForCausalLM(deep).save_pretrained(root / "models" / "deep")
     (root / "cases.json").write_text(json.dumps(cases))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen([sys.executable, SCRIPT, root], env=environment)
@@ -125,7 +140,7 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def references(root: Path) -> dict[str, Reference]:
-    return {name: reference(root / "models" / name) for name in ("llama", "qwen2", "qwen3")}
+    return {name: reference(root / "models" / name) for name in ("llama", "qwen2", "qwen3", "deep")}
 
 
 def reference(model_dir: Path) -> Reference:
@@ -202,12 +217,13 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(root: Path) -> None:
         assert not value.equal(initial[name]), name
 
 
-@pytest.mark.parametrize("case", ["resumed", "resumed-cp2"])
+@pytest.mark.parametrize("case", ["resumed", "resumed-cp2", "resumed-pp2"])
 def test_a_state_is_resumed_by_another_division_of_the_model(root: Path, case: str) -> None:
-    through, resumed = saved(root, "tp2-dp2"), saved(root, case)
+    source = CASES[case]["resume"]
+    through, resumed = saved(root, source), saved(root, case)
     assert resumed["norms"] == pytest.approx(through["norms"][2:], rel=1e-4)
     assert resumed["updates"] == through["updates"] == 4
-    expected = exported(root, "tp2-dp2")
+    expected = exported(root, source)
     for name, value in exported(root, case).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
 
@@ -224,7 +240,13 @@ def test_bfloat16_trains_float32_master_weights(root: Path, references: dict[str
         torch.testing.assert_close(value.double(), expected.weights[name], rtol=0.05, atol=0.02, msg=name)
 
 
-@pytest.mark.parametrize("case", ["tp2-pp2", "tp2-dp2", "tp2-cp2"])
+def test_pieces_that_go_back_one_by_one_give_the_gradient_of_whole_micro_batches(root: Path) -> None:
+    whole, pieces = exported(root, "pp2"), exported(root, "pp2-samples")
+    for name, value in pieces.items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("case", ["tp2-pp2", "tp2-dp2", "tp2-cp2", "tp2-pp2-vp2"])
 def test_shards_of_all_ranks_make_the_exported_weights(root: Path, case: str) -> None:
     held = [saved(root, case, rank)["shards"] for rank in range(CASES[case]["ranks"])]
     specs = [[ShardSpec(name, shape, "float32", Box(*box)) for name, shape, *box, _ in shards] for shards in held]

@@ -1,6 +1,7 @@
 """One rank of test_fsdp_engine: trains three updates, saves, trains one more, exports; or resumes and trains the last.
 
-python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume, forward
+python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume, forward; hybrid, resume-hybrid: with two replicas;
+    resume-plain: from a checkpoint of these
 """
 
 import json
@@ -48,12 +49,19 @@ def update(engine: FsdpEngine, number: int, rank: int, num_ranks: int) -> float:
 def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
     # With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.
     # Two ranks recompute activations, one does not: the result is the same.
-    actor = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, gradient_checkpointing=num_ranks > 1)
+    actor = ActorConfig(
+        lr=1e-2,
+        eps=0.05,
+        weight_decay=0.1,
+        grad_clip=4.0,
+        gradient_checkpointing=num_ranks > 1,
+        fsdp_size=num_ranks // 2 if mode.endswith("hybrid") else 0,
+    )
     engine = make_engine(root, actor)
     norms: list[float] = []
-    if mode == "resume":
+    if mode.startswith("resume"):
         state = engine.state_dict()
-        dcp.load(state, checkpoint_id=root / "checkpoint-2")
+        dcp.load(state, checkpoint_id=root / ("checkpoint-4" if mode == "resume-plain" else "checkpoint-2"))
         engine.load_state_dict(state)
     else:
         norms = [update(engine, number, rank, num_ranks) for number in (1, 2, 3)]

@@ -48,6 +48,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def hybrid(root: Path) -> Path:
+    """The same after runs of two replicas of two ranks, and of what resumes their state or is resumed by them."""
+    run_ranks(root, "hybrid", 4)
+    run_ranks(root, "resume-hybrid", 4)
+    run_ranks(root, "resume-plain", 2)
+    return root
+
+
 def exported(root: Path, name: str) -> dict[str, Tensor]:
     return load_file(root / f"export-{name}" / "model.safetensors")
 
@@ -95,3 +104,25 @@ def test_shards_of_two_ranks_make_the_whole_parameters(root: Path) -> None:
 def test_export_of_two_ranks_is_loaded_by_transformers(root: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(root / "export-train-2")
     assert model.model.embed_tokens.weight.equal(exported(root, "train-2")["model.embed_tokens.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["hybrid-4", "resume-hybrid-4", "resume-plain-2"])
+def test_replicas_train_what_one_rank_does_across_checkpoints(hybrid: Path, other: str) -> None:
+    expected, actual = exported(hybrid, "train-1"), exported(hybrid, other)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_replicas_sum_gradients_and_hold_the_same_shards(hybrid: Path) -> None:
+    one = json.loads((hybrid / "norms-train-1-0.json").read_text())
+    for rank in range(4):
+        assert json.loads((hybrid / f"norms-hybrid-4-{rank}.json").read_text()) == pytest.approx(one, rel=1e-4)
+    shards = [torch.load(hybrid / f"shards-hybrid-4-{rank}.pt") for rank in range(4)]
+    for own, replica in ((0, 2), (1, 3)):
+        for (name, *box, values), (other, *same, others) in zip(shards[own], shards[replica], strict=True):
+            assert (name, box) == (other, same) and values.equal(others)
+    assert sum(values.numel() for *_, values in shards[0] + shards[1]) == sum(
+        value.numel() for value in exported(hybrid, "hybrid-4").values()
+    )

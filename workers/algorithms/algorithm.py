@@ -71,6 +71,9 @@ class Algorithm(ABC, Generic[SettingsT]):
     # Advantages are normalized over the step, so no training starts before the step's last row has arrived.
     whole_step = False
     whole_samples: ClassVar[bool] = False  # the ratio is per sample, not per token
+    # The loss is a sum over samples, none of which looks at another, so a pipeline may train a micro-batch piece by
+    # piece. A subclass declares this for itself, in its own body: what it overrides may look at all samples.
+    per_sample: ClassVar[bool] = False
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         self._config = config
@@ -145,6 +148,7 @@ class Algorithm(ABC, Generic[SettingsT]):
             ref_log_probs_A=columns.get("ref_log_probs"),
             old_log_probs_A=columns.get("old_log_probs"),
             entropy_coef=self._config.entropy_coef,
+            per_sample=bool(vars(type(self)).get("per_sample")),
         )
 
     def scale(self, counts: LossCounts) -> float:
@@ -329,6 +333,8 @@ class GRPO(Algorithm[GroupConfig]):
     2503.20783).
     """
 
+    per_sample = True
+
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards`."""
         config = self._config
@@ -346,6 +352,8 @@ class CISPO(GRPO):
     its gradient. There is no lower bound (`eps_clip: 1`); the paper gives no number for the upper one.
     """
 
+    per_sample = True
+
     def clips(self) -> tuple[Clip, ...]:
         config = self._config
         assert isinstance(config, CISPOConfig)
@@ -361,6 +369,8 @@ class DAPO(Algorithm[DAPOConfig]):
     """
 
     # Legend of shapes: N responses.
+
+    per_sample = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a buffer, each row's count of drawn tokens."""
@@ -392,6 +402,8 @@ class DPPO(GRPO):
     approximations; the top-k ones need the probabilities of other tokens.
     """
 
+    per_sample = True
+
     def clips(self) -> tuple[Clip, ...]:
         """Return the truncation of the ratio, then the trust region."""
         config = self._config
@@ -408,6 +420,7 @@ class GSPO(GRPO):
     """
 
     whole_samples = True
+    per_sample = True
 
 
 class PPO(Algorithm[PPOConfig]):
@@ -418,6 +431,8 @@ class PPO(Algorithm[PPOConfig]):
     is a model of its own, so the two losses are not added: [engines.md](engines.md#critic-fsdp), sections `critic` and
     `algorithm`.
     """
+
+    per_sample = True
 
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
@@ -467,6 +482,7 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
     # Legend of shapes: N rows, A their drawn tokens, packed.
 
     whole_step = True
+    per_sample = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, not normalized yet: one per row, or per token if the KL penalty is in the reward."""
@@ -495,6 +511,8 @@ class RLOO(Algorithm[RLOOConfig]):
     Advantage: the reward, minus the KL penalty of the whole response, minus the mean of the other responses' to the
     same prompt. Loss: sum over tokens.
     """
+
+    per_sample = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""

@@ -15,8 +15,8 @@ corrects for that, and for older weights; with the base `rollout` there is no su
 Legend of shapes: N samples, A their drawn tokens, packed.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -338,7 +338,7 @@ class MicroLoss(Protocol):
 
 @dataclass
 class PolicyLoss:
-    """The policy's loss of one micro-batch."""
+    """The policy's loss of one micro-batch; a `DivisibleLoss`."""
 
     parts: PolicyParts
     kl: tuple[float, KlEstimator]  # weight of the KL term, and its estimator; with weight 0 it is only measured
@@ -349,6 +349,7 @@ class PolicyLoss:
     ref_log_probs_A: Tensor | None = None  # under the reference; None without a KL penalty
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
+    per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
     # (policy / rollout), `clip_fraction`, `corrected_fraction` (weights that were capped or masked), `kl` (to the
@@ -397,6 +398,20 @@ class PolicyLoss:
             self.stats = dict(zip(terms, sums.unbind(), strict=True))
             self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
         return total
+
+    def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
+        """See `DivisibleLoss`."""
+        if not self.per_sample:
+            return None
+        samples, drawn = ([size[k] for size in sizes] for k in (0, 1))
+        cuts: dict[str, Sequence[Tensor | None]] = {"length_N": torch.split(self.length_N, samples)}
+        names = ("weight_A", "advantage_A", "rollout_log_probs_A", "ref_log_probs_A", "old_log_probs_A")
+        for name in names:
+            column: Tensor | None = getattr(self, name)
+            cuts[name] = [None] * len(sizes) if column is None else torch.split(column, drawn)
+        return [
+            replace(self, stats={}, **dict(zip(cuts, part, strict=True))) for part in zip(*cuts.values(), strict=True)
+        ]
 
 
 @dataclass

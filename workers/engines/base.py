@@ -282,6 +282,25 @@ class TrainedEngine(Protocol):
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+@runtime_checkable
+class DivisibleLoss(Protocol):
+    """A `LossFunction` that may be a sum over samples, so that an engine can evaluate it for some of them at a time."""
+
+    def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
+        """Return the losses of neighbouring samples, whose sum is the whole; None: it is no sum over samples.
+
+        `sizes` are samples and drawn tokens of each part, in order.
+        """
+
+
+@runtime_checkable
+class PipelinedEngine(Protocol):
+    """A `TrainedEngine` whose `forward_backward` returns before the loss was called."""
+
+    def finish_micro_batches(self) -> None:
+        """Complete the gradients of all micro-batches so far; every rank has called each loss then. Collective."""
+
+
 class TrainEngine(TrainedEngine, Protocol):
     """Trains the policy with a `LossFunction`; `shards` and `export_hf` are not collective."""
 

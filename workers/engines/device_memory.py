@@ -7,12 +7,13 @@ Letters: P parameters, L layers, D width, H and K query and key heads, d head di
 vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.settings.engines import ActorConfig, RefConfig, TrainingConfig
-from workers.settings.megatron import MegatronLayout
+from workers.settings.megatron import MegatronConfig, MegatronLayout
 from workers.settings.run import RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -132,7 +133,7 @@ def state_of_roles(config: RunConfig, num_parameters: int) -> dict[str, int]:
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
     """Return what an FSDP2 rank has."""
-    #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
+    #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks that share a copy)
     #                     gathered: the root (embeddings), kept from forward to backward, and two layers, c each
     #                     reduced: the gradient of the largest unit as computed, c, and in float32
     #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
@@ -140,9 +141,10 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
     # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
     # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
+    several, ranks = ranks > 1, training.fsdp_size or ranks
     parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
     root = model.outside_parameters
-    if ranks > 1:
+    if several:
         parts["gathered"] = number * (root + 2 * model.layer_parameters)
         parts["reduced"] = (number + 4) * max(root, model.layer_parameters)
     elif number == 2:
@@ -151,8 +153,8 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
     return parts | _passes(model, number, tokens, layers=layers, recomputed=training.gradient_checkpointing)
 
 
-def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int) -> Parts:
-    """Return what a rank of Megatron's first or last stage has, whichever is larger."""
+def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int, *, longest: int = 0) -> Parts:
+    """Return what a rank of Megatron's first or last stage has, whichever is larger; `longest`: tokens of a sample."""
     #     p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
     #     moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
     #
@@ -160,6 +162,7 @@ def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: i
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
     size = _megatron_parameters(model, layout)
     divided = layout.context * layout.replicas
+    tokens = max(tokens, _pipeline_tokens(actor.megatron, tokens, longest))
     parts = {"weights": number * size, "gradients": 4 * size, "moments": 8 * size // divided}
     if number == 2:
         parts["masters"] = 4 * size // divided
@@ -187,7 +190,8 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
     parts = {
         "weights": number * size,
         "gathered": gathered,
-        "activations": tokens * number * (4 * model.hidden_size + 3 * model.ffn_size // tensor),
+        # What a layer's products read is gathered over tensor-parallel ranks, what lies between is divided.
+        "activations": tokens * number * (model.hidden_size + (3 * model.hidden_size + 3 * model.ffn_size) // tensor),
         "logits": _tile_bytes(number),
     }
     return {name: size for name, size in parts.items() if size}
@@ -214,8 +218,10 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
 def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Parts:
     """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
-    memory = megatron_memory if actor.engine == "megatron" else fsdp_memory
-    parts = memory(model, actor, ranks, tokens)
+    if actor.engine == "megatron":
+        parts = megatron_memory(model, actor, ranks, tokens, longest=longest)
+    else:
+        parts = fsdp_memory(model, actor, ranks, tokens)
     if config.algorithm.has_critic and "critic" not in config.roles:
         parts["critic"] = _state(fsdp_memory(model, config.critic, ranks, tokens))
     if actor.tri_model:
@@ -238,6 +244,15 @@ def _megatron_parameters(model: ModelSizes, layout: MegatronLayout) -> int:
     return (model.num_layers // layout.stages * model.layer_parameters + held) // layout.tensor
 
 
+def _pipeline_tokens(megatron: MegatronConfig, tokens: int, longest: int) -> int:
+    """Return the tokens whose activations the first stage keeps between the passes, if pieces go back one by one."""
+    # Stages keep whole pieces (`workers.engines.megatron.schedule`), each a share of a micro-batch or a sample.
+    stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
+    kept = stages if chunks == 1 else (2 * (stages - 1) + (chunks - 1) * stages + 1) / chunks
+    piece = max(-(-tokens // megatron.pipeline_pieces), min(longest, tokens))
+    return math.ceil(kept * piece) if stages > 1 else tokens
+
+
 def _tokens(training: TrainingConfig, longest: int) -> int:
     """Return the most tokens of a micro-batch; a sample longer than the budget gets one to itself."""
     budget = training.max_tokens_per_micro_batch
@@ -248,15 +263,17 @@ def _passes(
     model: ModelSizes, number: int, tokens: int, *, layers: int, recomputed: bool, tensor: int = 1
 ) -> dict[str, int]:
     """Return what forward and backward keep."""
-    # A layer keeps, times T: 2 D (4 + 2 c) for both norms (input in float32, normalized, scaled; whole on every
-    # tensor-parallel rank), 2 c (H + K) d / TP for q, k, v and the attention's output, and 4 c F / TP for gate, up,
-    # activation and product. With recomputation: each layer's input, T D c, and a single layer.
+    # A layer keeps, times T / TP: 2 D (4 + 2 c) for both norms (input in float32, normalized, scaled), 2 c (H + K) d
+    # for q, k, v and the attention's output, and 4 c F for gate, up, activation and product. With recomputation: each
+    # layer's input, T D c / TP, and a single layer. Tensor-parallel ranks divide all of it (sequence parallelism:
+    # Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2); products gather their input, one at a time.
     whole = model.hidden_size * 2 * (4 + 2 * number)
     heads = number * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    layer = tokens * (whole + (heads + 4 * number * model.ffn_size) // tensor)
-    inputs = layers * tokens * model.hidden_size * number
+    layer = tokens * (whole + heads + 4 * number * model.ffn_size) // tensor
+    inputs = layers * tokens * model.hidden_size * number // tensor
+    gathered = tokens * model.hidden_size * number if tensor > 1 else 0
     return {
-        "activations": inputs + layer if recomputed else layers * layer,
+        "activations": (inputs + layer if recomputed else layers * layer) + gathered,
         "logits": _logits_bytes(model, number, tokens=tokens),
     }
 

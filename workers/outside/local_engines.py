@@ -39,7 +39,7 @@ from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import FrozenEngine, GenerateRequest, generate
+from workers.engines.base import FrozenEngine, GenerateRequest, PipelinedEngine, generate
 from workers.engines.load_engine import load_frozen_model, load_generate_engine, load_train_engine
 from workers.outside.run_client import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
@@ -213,11 +213,14 @@ class LocalEngines:
         samples, algorithm = samples_of(batch), self._algorithm
         if algorithm.whole_step:
             samples = algorithm.normalized(samples, algorithm.moments(samples))
+        parts = [samples.select(positions) for positions in micro_batches(samples, self.config.actor)]
+        losses = [self._learner.train(part, self._device) for part in parts]
+        if isinstance(self.trainer, PipelinedEngine):
+            self.trainer.finish_micro_batches()
         totals = UpdateTotals()
-        for positions in micro_batches(samples, self.config.actor):
-            part = samples.select(positions)
-            stats = self._learner.train(part, self._device)
-            totals.add_micro_batch(algorithm.counts(part), float(stats["loss"]))
+        for part, loss in zip(parts, losses, strict=True):
+            assert loss is not None, "micro-batches of this rank's rows have some"
+            totals.add_micro_batch(algorithm.counts(part), float(loss.stats["loss"]))
         scale = algorithm.scale(totals.counts)
         made = self.trainer.step(scale)
         self.version += 1

@@ -26,7 +26,7 @@ from asyncflow.device import to_device
 from asyncflow.errors import TrainingDiverged
 from tq.columns import PackedBatch
 from workers.algorithms.parts import bounded_ratio, kl_divergence
-from workers.engines.base import LossFunction, TrainEngine
+from workers.engines.base import DivisibleLoss, LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
 from workers.rows.packed_rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
@@ -243,17 +243,12 @@ class Comparison:
         ages = {step - 1 - version: log_probs_A for version, log_probs_A in (held or {}).items()}
         return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values, ages)
 
-    def wrap_loss(self, loss: LossFunction) -> LossFunction:
+    def wrap_loss(self, loss: LossFunction) -> "ComparedLoss":
         """Return `loss` with the comparison made before it."""
-
-        def compare_and_lose(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
-            self._compare_tokens(log_probs_A, entropy_A)
-            return loss(log_probs_A, entropy_A)
-
-        return compare_and_lose
+        return ComparedLoss(self, loss)
 
     @torch.no_grad()
-    def _compare_tokens(self, log_probs_A: Tensor, entropy_A: Tensor) -> None:
+    def compare_tokens(self, log_probs_A: Tensor, entropy_A: Tensor) -> None:
         log_probs_A = self.log_probs_A = log_probs_A.detach().float()
         rollout_A, age_A = to_device([self.rollout_A, self.age_A], log_probs_A.device)
         gap_A = (log_probs_A - rollout_A).abs()
@@ -280,6 +275,22 @@ class Comparison:
                 signed_A = torch.where(here_A, rollout_A - self.held[age], 0.0)
                 held = {"held": signed_A.abs(), "held_signed": signed_A, "held_squared": signed_A.square()}
                 self.stats |= {f"{age}/{name}": value_A.sum() for name, value_A in held.items()}
+
+
+@dataclass(frozen=True)
+class ComparedLoss:
+    """A loss with the comparison made before it; of parts of the micro-batch none is made."""
+
+    comparison: Comparison
+    loss: LossFunction
+
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+        self.comparison.compare_tokens(log_probs_A, entropy_A)
+        return self.loss(log_probs_A, entropy_A)
+
+    def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
+        """See `DivisibleLoss`."""
+        return self.loss.cut_loss(sizes) if isinstance(self.loss, DivisibleLoss) else None
 
 
 class GapWatch:

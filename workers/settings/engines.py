@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.errors import ConfigError
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.settings.megatron import MegatronConfig
@@ -63,11 +64,22 @@ class TrainingConfig(Settings):
     """Largest global L2 norm of the gradient; null: no limit."""
     autocast: Literal["float32", "bfloat16"] = "float32"
     """Element type of the forward and backward computation."""
+    fsdp_size: int = Field(0, ge=0)
+    """With `fsdp`: ranks, neighbours, that share one sharded copy; the others hold replicas of it (HSDP), so that
+    weights are gathered inside a node and only gradients go between nodes. 0: all ranks share one copy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     compile: bool = False
     """Compile each layer with `torch.compile` (takes minutes in the first micro-batches; needs a C++ compiler on the
     CPU). Attention is not compiled."""
+
+    def check_fsdp_size(self, num_ranks: int, *, section: str = "actor") -> None:
+        """Raise ConfigError if `num_ranks` make no whole copies of `fsdp_size` ranks."""
+        if self.fsdp_size and num_ranks % self.fsdp_size:
+            raise ConfigError(
+                f"{section}.fsdp_size: {self.fsdp_size} does not divide the {num_ranks} ranks of {section}; choose a "
+                f"divisor, or 0"
+            )
 
     def for_run(self, steps: int, *, begins_after: int = 0) -> Self:
         """Return this with `lr_decay_steps` resolved for a run of `steps`, counted from the first step that trains this
@@ -101,6 +113,8 @@ class ActorConfig(TrainingConfig):
             raise self.refusal(
                 "compile", "megatron's layers are not compiled; set it to false, or actor.engine to fsdp"
             )
+        if self.fsdp_size and self.engine != "fsdp":
+            raise self.refusal("fsdp_size", "only engine fsdp shards; set it to 0")
         if self.tri_model and self.engine not in ("fsdp", "megatron"):
             raise self.refusal("tri_model", f"engine {self.engine} keeps no copies of the policy; use fsdp or megatron")
         return self

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
@@ -19,13 +19,24 @@ class MegatronConfig(Settings):
     """How engine `megatron` divides the model; the remaining factor of the actor's ranks is data-parallel replicas."""
 
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share every layer."""
+    """Ranks that share every layer, and between layers its tokens (sequence parallelism)."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share the tokens of every micro-batch, for long sequences."""
     pipeline_parallel: int = Field(1, ge=1)
     """Pipeline stages that the layers are divided into."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Chunks of layers per pipeline stage. With more than 1, stages are interleaved: they idle less while the pipeline
+    fills and drains, send more, and keep more activations."""
     pipeline_pieces: int = Field(4, ge=1)
     """Pieces that a micro-batch is cut into, of whole samples each, so that stages work at the same time."""
+
+    @model_validator(mode="after")
+    def _chunks_need_stages(self) -> Self:
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise self.refusal(
+                "virtual_pipeline", "only several stages (pipeline_parallel) are interleaved; set it to 1"
+            )
+        return self
 
     @property
     def ranks_per_copy(self) -> int:
@@ -46,6 +57,7 @@ class MegatronConfig(Settings):
             context=self.context_parallel,
             replicas=num_ranks // size,
             stages=self.pipeline_parallel,
+            chunks=self.virtual_pipeline,
         )
 
 
@@ -76,6 +88,7 @@ class MegatronLayout:
     replicas: int
     stages: int
     context: int = 1
+    chunks: int = 1  # of layers per stage
 
     def place(self, rank: int) -> MegatronPlace:
         left, tensor = divmod(rank, self.tensor)
@@ -162,7 +175,7 @@ class DenseModel:
 
 def check_division(model: DenseModel, config: MegatronConfig, *, section: str = "actor") -> None:
     """Raise ConfigError, about `section` (`actor` or `ref`), if the model cannot be divided as configured."""
-    tensor, stages = config.tensor_parallel, config.pipeline_parallel
+    tensor, stages, chunks = config.tensor_parallel, config.pipeline_parallel, config.virtual_pipeline
     for name, value in (
         ("num_attention_heads", model.num_heads),
         ("num_key_value_heads", model.num_kv_heads),
@@ -183,6 +196,11 @@ def check_division(model: DenseModel, config: MegatronConfig, *, section: str = 
         raise ConfigError(
             f"{section}.megatron.pipeline_parallel: {stages} does not divide the model's {model.num_layers} layers; "
             "choose a divisor"
+        )
+    if model.num_layers // stages % chunks:
+        raise ConfigError(
+            f"{section}.megatron.virtual_pipeline: {chunks} does not divide the {model.num_layers // stages} layers of "
+            f"a pipeline stage; choose a divisor"
         )
 
 

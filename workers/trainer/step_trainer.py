@@ -10,8 +10,9 @@ a critic in a role of its own share this code; `TrainingRole` holds what they do
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -25,7 +26,7 @@ from tq.columns import PackedBatch
 from workers.algorithms.algorithm import PPO, Moments
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import MicroLoss
-from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
+from workers.engines.base import PipelinedEngine, TrainedEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather, max_over_ranks, sum_over_ranks
 from workers.records.log_prob_gap import Comparison, MoveProbe
@@ -110,6 +111,8 @@ class StepTrainer:
         self._counts = counts
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._move_probe = self._open_move_probe()
+        # What to note of micro-batches whose losses an engine has not called yet.
+        self._unnoted: list[Callable[[], None]] = []
         self._whole_step = self._algorithm.whole_step and any(one.model is TrainedModel.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
@@ -220,16 +223,39 @@ class StepTrainer:
                 if batch is not None and not updated:
                     held = None if scored is None else scored.drew
                     comparison = Comparison.from_batch(batch, step=record.step, held=held)
-            stats = learner.train(batch, self._context.device, scored, comparison)
-            if self._move_probe is not None and batch is not None and comparison is not None:
-                assert comparison.log_probs_A is not None, "the loss was called"
-                self._move_probe.keep(batch, comparison.log_probs_A)
-            if batch is not None and self._counts:
-                gap = {} if comparison is None else comparison.stats
-                record.add_loss(learner.model, self._algorithm.counts(batch), stats, gap)
+            loss = learner.train(batch, self._context.device, scored, comparison)
+            if batch is None or loss is None:
+                continue
+            note = partial(self._note_loss, record, learner, batch, loss, comparison)
+            if isinstance(learner.engine, PipelinedEngine):
+                self._unnoted.append(note)
+            else:
+                note()
+
+    def _note_loss(
+        self, record: StepRecord, learner: "Learner", batch: PackedBatch, loss: MicroLoss, compared: Comparison | None
+    ) -> None:
+        """Note the figures of a micro-batch, once its loss was called."""
+        if self._move_probe is not None and compared is not None:
+            assert compared.log_probs_A is not None, "the loss was called"
+            self._move_probe.keep(batch, compared.log_probs_A)
+        if self._counts:
+            gap = {} if compared is None else compared.stats
+            record.add_loss(learner.model, self._algorithm.counts(batch), loss.stats, gap)
+
+    def _finish_micro_batches(self, record: StepRecord) -> None:
+        """Complete what is under way in a pipeline."""
+        for learner in self._active_learners(record):
+            if isinstance(learner.engine, PipelinedEngine):
+                with self._context.timeline.span("forward_backward", step=record.step, rows=0):
+                    learner.engine.finish_micro_batches()
+        unnoted, self._unnoted = self._unnoted, []
+        for note in unnoted:
+            note()
 
     def _update_models(self, record: StepRecord) -> None:
         """Scale the gradient by what all ranks trained since the last update, then update."""
+        self._finish_micro_batches(record)
         with self._context.timeline.span("wait for the device", step=record.step):
             record.fetch()
         for learner in self._active_learners(record):
@@ -256,6 +282,7 @@ class StepTrainer:
         return [learner for learner in self._learners if learner.first_step <= record.step]
 
     def _forget_gradients(self) -> None:
+        self._unnoted.clear()
         for learner in self._learners:
             learner.engine.zero_grad()
 
@@ -295,8 +322,9 @@ class Learner:
         device: torch.device,
         scored: MicroStep | None = None,
         comparison: Comparison | None = None,
-    ) -> Mapping[str, Tensor]:
-        """Accumulate the gradient of a micro-batch; collective. Returns the loss's `stats`, empty without rows.
+    ) -> MicroLoss | None:
+        """Accumulate the gradient of a micro-batch; collective. Returns its loss, whose `stats` are set once the engine
+        has called it; None: there are no rows.
 
         Args:
             batch: None if this rank has no rows.
@@ -304,7 +332,7 @@ class Learner:
         """
         if batch is None:
             self.engine.forward_backward(None, _no_loss)
-            return {}
+            return None
         if scored is None:
             loss: MicroLoss = self.loss(batch, device)
             sequences = sequences_of(batch)
@@ -312,7 +340,7 @@ class Learner:
             loss = LossOfMicroStep(scored, lambda whole: self.loss(whole, device))
             sequences = scored.sequences
         self.engine.forward_backward(sequences, loss if comparison is None else comparison.wrap_loss(loss))
-        return loss.stats
+        return loss
 
 
 def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:

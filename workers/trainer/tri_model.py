@@ -19,15 +19,17 @@ rows.
 Legend of shapes: A drawn tokens of a micro-batch.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
-from workers.algorithms.parts import MicroLoss
-from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
+from workers.algorithms.parts import MicroLoss, PolicyLoss
+from workers.engines.base import CopyingEngine, LossFunction, PolicyCopy, TrainEngine
 from workers.rows.packed_rows import Sequences, sequences_of
 from workers.settings.run import RunConfig
 
@@ -112,6 +114,10 @@ class MicroStep:
         self.sequences = sequences
         self._own_A = own_A
 
+    def cut_own(self, drawn: Sequence[int]) -> Sequence[Tensor | None]:
+        """Return `own_A` of neighbouring parts with `drawn` tokens each."""
+        return [None] * len(drawn) if self._own_A is None else torch.split(self._own_A, list(drawn))
+
     def with_own(self, log_probs_A: Tensor) -> PackedBatch:
         """Return the batch with the policy's own log-probabilities (those passed to the loss) where it drew the tokens
         and is the old policy."""
@@ -136,6 +142,24 @@ class LossOfMicroStep:
         total = loss(log_probs_A, entropy_A)
         self.stats = loss.stats
         return total
+
+    def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
+        """See `DivisibleLoss`."""
+        whole = self._make(self._micro_step.batch)
+        parts = whole.cut_loss(sizes) if isinstance(whole, PolicyLoss) else None
+        if parts is None:
+            return None
+        own = self._micro_step.cut_own([drawn for _, drawn in sizes])
+        return [
+            part if own_A is None else partial(_lose_with_own, part, own_A)
+            for part, own_A in zip(parts, own, strict=True)
+        ]
+
+
+def _lose_with_own(loss: PolicyLoss, own_A: Tensor, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    """Evaluate a part of a loss as `MicroStep.with_own` has the whole one evaluated."""
+    old_A = torch.where(own_A, log_probs_A.detach().float(), loss.rollout_log_probs_A)
+    return replace(loss, rollout_log_probs_A=old_A)(log_probs_A, entropy_A)
 
 
 def _column(value_A: Tensor, batch: PackedBatch) -> Column:

@@ -66,6 +66,23 @@ def test_state_of_megatron_at_seven_billion_parameters() -> None:
     assert sum(two[name] for name in state) == pytest.approx(12 * QWEN_7B.num_parameters / 4, rel=1e-6)
 
 
+def test_tensor_parallel_ranks_divide_all_activations_and_stages_keep_pieces() -> None:
+    def activations(tensor: int, stages: int = 1, longest: int = 0, **pipeline: int) -> int:
+        megatron = {"tensor_parallel": tensor, "pipeline_parallel": stages, **pipeline}
+        fields = {"engine": "megatron", "autocast": "bfloat16", "megatron": megatron}
+        actor = ActorConfig.model_validate(fields)
+        return megatron_memory(QWEN_7B, actor, tensor * stages, 16384, longest=longest)["activations"]
+
+    gathered = 16384 * 3584 * 2
+    assert activations(4) - gathered == pytest.approx(activations(1) / 4, rel=1e-6)
+    assert activations(1, 2) == pytest.approx(activations(1) / 2, rel=1e-6), "half of the layers, a whole micro-batch"
+    assert activations(1, 2, longest=16384) == pytest.approx(activations(1), rel=1e-6), "two samples of one piece each"
+    assert activations(1, 4, pipeline_pieces=2) == pytest.approx(activations(1) / 4 * 2, rel=1e-6)
+    # Five passes through half of a stage's layers each.
+    interleaved = activations(1, 2, longest=16384, virtual_pipeline=2)
+    assert interleaved == pytest.approx(activations(1) / 2 * 2.5, rel=1e-6)
+
+
 def test_logits_do_not_grow_with_the_vocabulary_and_hardly_with_tokens() -> None:
     actor = ActorConfig.model_validate({"autocast": "bfloat16"})
     few, many = (fsdp_memory(QWEN_7B, actor, 8, tokens)["logits"] for tokens in (8192, 16384))

@@ -101,6 +101,7 @@ def test_models_that_are_not_mapped_are_refused(changes: dict[str, Any]) -> None
         ({"tensor_parallel": 4}, "num_attention_heads 6"),
         ({"tensor_parallel": 3}, "num_key_value_heads 2"),
         ({"pipeline_parallel": 3}, "4 layers"),
+        ({"pipeline_parallel": 2, "virtual_pipeline": 3}, r"virtual_pipeline: 3 does not divide the 2 layers"),
         ({"context_parallel": 4}, "6 attention heads"),
         ({"tensor_parallel": 2, "context_parallel": 2}, "3 attention heads"),
     ],
@@ -123,6 +124,27 @@ def test_preflight_takes_whole_replicas_only(run_config: RunConfig) -> None:
     check_megatron(run_config)
     with pytest.raises(ConfigError, match="actor:3 makes no whole replicas"):
         check_megatron(run_config.model_copy(update={"roles": {"rollout": 1, "actor": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["actor.megatron.virtual_pipeline=2"], r"^actor\.megatron\.virtual_pipeline: 2 .*; only several stages"),
+        (
+            ["actor.engine=megatron", "actor.fsdp_size=2"],
+            r"^actor\.fsdp_size: 2 .*; only engine fsdp shards; set it to 0",
+        ),
+    ],
+)
+def test_divisions_of_another_engine_or_without_stages_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(find_recipe(None), overrides=settings)
+
+
+def test_shards_make_whole_copies() -> None:
+    ActorConfig(fsdp_size=2).check_fsdp_size(4)
+    with pytest.raises(ConfigError, match=r"^critic\.fsdp_size: 3 does not divide the 4 ranks of critic; choose"):
+        ActorConfig(fsdp_size=3).check_fsdp_size(4, section="critic")
 
 
 def test_what_megatron_does_not_compile_is_refused() -> None:

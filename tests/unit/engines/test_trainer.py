@@ -207,6 +207,44 @@ def test_a_second_pass_meets_the_clip() -> None:
         assert (record.totals.to_metrics()["clip_fraction"] > 0) == clips
 
 
+class Pipelined:
+    """An engine that trains micro-batches later, as a pipeline does."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self.waiting: list[tuple[Sequences | None, Any]] = []
+        self.finished = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward_backward(self, batch: Sequences | None, loss: Any) -> None:
+        self.waiting.append((batch, loss))
+
+    def finish_micro_batches(self) -> None:
+        self.finished += len(self.waiting)
+        while self.waiting:
+            self._engine.forward_backward(*self.waiting.pop(0))
+
+    def zero_grad(self) -> None:
+        self.waiting.clear()
+        self._engine.zero_grad()
+
+
+def test_figures_of_micro_batches_that_a_pipeline_finishes_later_are_noted_before_the_update() -> None:
+    config = configure("actor.num_mini_batches=2", "schedule.mode=async", "schedule.max_staleness=1")
+    plain, inner = (load_train_engine(config, device=CPU) for _ in range(2))
+    pipelined: Any = Pipelined(inner)
+    expected = make_trainer(config, plain, Loader(make_rounds())).train(STEP)
+    found = make_trainer(config, pipelined, Loader(make_rounds())).train(STEP)
+    assert expected is not None and found is not None and pipelined.finished == GROUPS
+    assert found.training_metrics() == expected.training_metrics()
+    assert found.totals.to_metrics() == expected.totals.to_metrics() and vars(found.gap) == vars(expected.gap)
+    assert all(one.equal(other) for one, other in zip(weights(inner), weights(plain), strict=True))
+    assert make_trainer(config, pipelined, Loader(make_rounds(), stops=True)).train(STEP) is None
+    assert not pipelined.waiting, "an abandoned step leaves nothing behind"
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
     config = configure(f"actor.num_mini_batches={updates}", "algorithm.off_policy.method=none")

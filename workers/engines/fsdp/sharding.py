@@ -43,6 +43,7 @@ from workers.engines.hf.model import (
     vocab_size,
 )
 from workers.engines.hf.weights import HfWeights, export_saved
+from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut, response_log_probs, response_logits
 from workers.engines.shared_model import SharedModel
@@ -73,7 +74,7 @@ class ShardedModel:
         self._training = training
         self._device = device
         self._updates = Updates(training)
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._mesh = make_mesh(device, training)
         self._model = self._empty_model(torch.float32)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
         self._aliases = stored_names(self._model)
@@ -97,9 +98,8 @@ class ShardedModel:
             betas=training.betas,
             eps=training.eps,
             weight_decay=0.0,  # `decay` does it
-            # One fused call instead of a dozen: DTensor's dispatch overhead dominates small models. torch_npu has no
-            # fused AdamW behind this flag.
-            fused=device.type in ("cpu", "cuda"),
+            # One fused call instead of a dozen: DTensor's dispatch overhead dominates small models.
+            fused=has_fused_adamw(device),
         )
 
     @property
@@ -167,15 +167,29 @@ class ShardedModel:
     def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
         if self._mesh.size() > 1:
-            dist.all_reduce(squares, group=self._mesh.get_group())
+            # Of one sharded copy: replicas have the same gradients.
+            dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return float(squares.sqrt())
 
 
+def make_mesh(device: torch.device, config: TrainingConfig) -> DeviceMesh:
+    """Return the mesh of all ranks that FSDP2 divides a model over: one dimension, or with `fsdp_size` replicas x
+    shards (HSDP), where neighbouring ranks share a copy."""
+    num_ranks = dist.get_world_size()
+    size = config.fsdp_size or num_ranks
+    config.check_fsdp_size(num_ranks)
+    if size == num_ranks:
+        return init_device_mesh(device.type, (num_ranks,))
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
+
+
 def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
-    """Apply checkpointing and compilation, and FSDP2 if there are several ranks; gradients are summed, not averaged."""
+    """Apply checkpointing, compilation, Ascend's kernels, and FSDP2 if there are several ranks; gradients add up."""
     if config.gradient_checkpointing:
         model.train()  # transformers only recomputes layers in training mode; dropout is 0 in any case
         _checkpoint_activations(model)
+    if mesh.device_type == "npu":
+        fuse_layers(model)
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
         layer.compile(backend=COMPILER, dynamic=True)  # lengths differ from micro-batch to micro-batch
@@ -372,7 +386,7 @@ class FsdpCopy(SharedModel):
         self._vocab_size = vocab_size(self._model)
         own = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
         self._inputs = own if policy is None else policy._inputs  # policy and copies pack a micro-batch only once
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = make_mesh(device, training)
         shard(self._model, mesh, training.model_copy(update={"gradient_checkpointing": False}))
         materialize(self._model, device)
         self._model.requires_grad_(False)

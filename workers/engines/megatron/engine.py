@@ -15,9 +15,9 @@ Legend of shapes: A drawn tokens of the micro-batch.
 """
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.device import to_device
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
 from workers.data.model_files import read_model_config
 from workers.engines.base import (
+    DivisibleLoss,
     EngineSetup,
     LocalShard,
     LossFunction,
@@ -48,149 +48,302 @@ from workers.engines.megatron.megatron_model import (
     join_groups,
     prepare_megatron,
 )
-from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names, megatron_shards
+from workers.engines.megatron.names import FlatBox, MegatronGeometry, flat_boxes, hf_weight_names, megatron_shards
+from workers.engines.megatron.schedule import PipelineSchedule, Slot, StageTask
 from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_entropy_gradient
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel
 
-# One stage's forward and backward over the pieces of a micro-batch; the last stage computes log-probabilities.
+# This rank's stage of the pipeline: forward and backward passes of pieces of micro-batches, as `PipelineSchedule` says.
 #
-# All pieces go forward through the stages, then backward in reverse order (GPipe): the loss is a function of all of a
-# micro-batch's log-probabilities, so no piece can go back before the last one has arrived.
+#     forward_backward(batch, loss) ... forward_backward(batch, loss) ... finish()
+#     pieces enter, others leave        the pipeline stays filled         the last ones leave; figures of all losses
 #
-#     stage 0   0 1 2 3 . . . 3 2 1 0          memory: the activations of one micro-batch, as without pieces
-#     stage 1   . 0 1 2 3 L 3 2 1 0 .          L: loss
+# A loss that is a sum over samples (`DivisibleLoss`) is evaluated for each piece, so that a piece goes back as soon as
+# it has arrived; any other one for the whole micro-batch, when its last piece has. The last stage evaluates losses for
+# their gradients; in `finish` it broadcasts the log-probabilities of all micro-batches to its pipeline, and every rank
+# evaluates each loss once, whole, for its figures.
 #
-# The last stage broadcasts the log-probabilities to its pipeline, so every rank has the same values. Where ranks share
-# the tokens of a piece (`TokenShare`), each handles its own; otherwise t is T and a is A.
+# Where ranks share the tokens of a piece (`TokenShare`), each handles its own; otherwise t is T and a is A. Between the
+# layers tensor-parallel ranks have t / TP of them (sequence parallelism).
 #
 # Legend of shapes: t tokens of a piece on this rank, W width of the residual stream, A drawn tokens, a those that this
 # rank's tokens predict.
 
 
 @dataclass
+class _MicroBatch:
+    """A micro-batch on its way through the stages."""
+
+    pieces: range  # numbers in the schedule
+    num_drawn: list[int]  # of each piece
+    loss: LossFunction | None = None  # None: forward passes only
+    parts: Sequence[LossFunction] = ()  # the loss of each piece, if it can be divided
+    evaluated: bool = False  # whether the whole loss was called
+    results: list[Tensor] = field(default_factory=list)  # of each piece on the last stage: float32 [1 or 2, A]
+
+
+@dataclass
 class _Passed:
-    """A piece between its forward and its backward pass."""
+    """What the backward pass of a piece needs."""
 
-    received: Tensor | None  # [t, 1, W] from the previous stage; None on the first
-    output: Tensor  # [t, 1, W] for the next stage; on the last stage log-probabilities [a]
-    entropy_a: Tensor  # on the last stage, if requested
-    share: TokenShare
+    received: Tensor | None  # [t / TP, 1, W] from the previous part of the model; None in the first
+    output: Tensor  # [t / TP, 1, W] for the next one; in the last log-probabilities [a]
+    entropy_a: Tensor | None = None  # in the last, if requested
 
 
-class MegatronForward:
-    """This rank's stage. `forward` and `backward` are collective over the ranks of a replica."""
+class _Passes:
+    """Pieces on their way through this rank's stage; collective over the ranks of a replica."""
+
+    def __init__(self, stage: "MegatronStage", *, backward: bool) -> None:
+        self._stage = stage
+        self._backward = backward
+        self._schedule = PipelineSchedule(stage.num_stages, stage.num_chunks, backward=backward)
+        self._shares: list[TokenShare] = []  # of each piece
+        self._micro_batch_of: list[_MicroBatch] = []
+        self.micro_batches: list[_MicroBatch] = []
+        self._passed: dict[tuple[int, int], _Passed] = {}  # (piece, part of the model), between the two passes
+        self._given: dict[int, list[Tensor]] = {}  # piece -> gradients of its results, on the last stage
+        self._arriving: dict[StageTask, tuple[Tensor, Any]] = {}  # what a task of this stage needs, and its transfer
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def add_micro_batch(self, batch: Sequences, loss: LossFunction | None) -> None:
+        pieces = list(cut(batch, self._stage.num_pieces))
+        first = self._schedule.num_pieces
+        added = _MicroBatch(range(first, first + len(pieces)), [piece.num_drawn for piece in pieces], loss)
+        if len(pieces) > 1 and isinstance(loss, DivisibleLoss):
+            sizes = [(len(piece.lengths_N), piece.num_drawn) for piece in pieces]
+            added.parts = loss.cut_loss(sizes) or ()
+        self._shares += [self._stage.make_share(piece) for piece in pieces]
+        self._micro_batch_of += [added] * len(pieces)
+        self.micro_batches.append(added)
+        self._schedule.add_pieces(len(pieces), together=loss is not None and not added.parts)
+
+    def advance(self, *, drain: bool) -> None:
+        """Compute until all pieces have entered, or with `drain` until all have left."""
+        for slot in self._schedule.slots(drain=drain):
+            task = slot[self._stage.stage]
+            if task is not None:
+                (self._backward_pass if task.backward else self._forward_pass)(task)
+            self._exchange(slot)
+        if drain:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the transfers that both of their ends began."""
+        for _, work in (*self._arriving.values(), *self._sent):
+            work.wait()
+        self._arriving.clear()
+        self._sent.clear()
+
+    def _forward_pass(self, task: StageTask) -> None:
+        received = None if not task.part else self._take(task)
+        if received is not None:
+            received.requires_grad_(self._backward)
+        share, entropy = self._shares[task.piece], self._backward
+        output, entropy_a = self._stage.compute(task.part, share, received, entropy=entropy)
+        if entropy_a is not None:
+            self._take_results(task.piece, output, entropy_a if entropy else None)
+        else:
+            self._outgoing = output.detach()
+        if self._backward:
+            self._passed[task.piece, task.part] = _Passed(received, output, entropy_a)
+
+    def _backward_pass(self, task: StageTask) -> None:
+        passed = self._passed.pop((task.piece, task.part))
+        if passed.entropy_a is None:
+            torch.autograd.backward([passed.output], [self._take(task)])
+        else:
+            given = self._given.pop(task.piece)  # without the entropies' if the loss does not use them
+            torch.autograd.backward([passed.output, passed.entropy_a][: len(given)], given)
+        if passed.received is not None:
+            assert passed.received.grad is not None
+            self._outgoing = passed.received.grad
+
+    def _take_results(self, piece: int, log_probs_a: Tensor, entropy_a: Tensor | None) -> None:
+        """Keep a piece's results on the last stage, and find their gradients once the loss can be evaluated."""
+        columns = [log_probs_a] if entropy_a is None else [log_probs_a, entropy_a]
+        whole = torch.stack([self._shares[piece].spread_values(each.detach()) for each in columns])
+        if self._stage.context is not None:
+            dist.all_reduce(whole, group=self._stage.context)  # each rank's values are 0 where they are another rank's
+        micro_batch = self._micro_batch_of[piece]
+        micro_batch.results.append(whole)
+        if micro_batch.loss is None:
+            return
+        if micro_batch.parts:
+            self._find_gradients([piece], whole, micro_batch.parts[piece - micro_batch.pieces.start])
+        elif piece == micro_batch.pieces[-1]:
+            self._find_gradients(micro_batch.pieces, torch.cat(micro_batch.results, dim=1), micro_batch.loss)
+            micro_batch.evaluated = True
+
+    @torch.enable_grad()
+    def _find_gradients(self, pieces: Sequence[int], values: Tensor, loss: LossFunction) -> None:
+        """Note the gradients of pieces' own results, from those of the values [2, A] that the loss reads."""
+        # Cut the graph here: the values come from several ranks, and the schedule runs the backward passes itself.
+        log_probs_A, entropy_A = (row.clone().requires_grad_() for row in values)
+        total = loss(log_probs_A, entropy_A)
+        found = torch.autograd.grad(total, (log_probs_A, entropy_A), allow_unused=True)
+        gradient_A = torch.zeros_like(log_probs_A) if found[0] is None else found[0]
+        gradients = [gradient_A] if found[1] is None else [gradient_A, found[1]]
+        sizes = [self._shares[piece].num_drawn for piece in pieces]
+        for piece, *parts in zip(pieces, *(torch.split(each, sizes) for each in gradients), strict=True):
+            self._given[piece] = [self._shares[piece].select_own(part) for part in parts]
+
+    def _take(self, task: StageTask) -> Tensor:
+        """Return what a task needs from another stage, once it has arrived."""
+        tensor, work = self._arriving.pop(task)
+        work.wait()
+        return tensor
+
+    def _exchange(self, slot: Slot) -> None:
+        """Send and receive what the stages computed in a slot. Its transfers are begun as one, so that stages that send
+        to each other do not wait for each other."""
+        stage, sends, receives = self._stage, [], []
+        for sender, task in enumerate(slot):
+            next_task = None if task is None else self._schedule.find_next(task)
+            if task is None or next_task is None:
+                continue
+            receiver = next_task.part % stage.num_stages
+            if sender == stage.stage:
+                sends.append(stage.transfer(dist.isend, self._outgoing.contiguous(), receiver))
+            elif receiver == stage.stage:
+                receives.append((next_task, stage.transfer(dist.irecv, stage.empty(self._shares[task.piece]), sender)))
+        operations = [*sends, *(each for _, each in receives)]
+        if not operations:
+            return
+        works = dist.batch_isend_irecv(operations)
+        works *= len(operations) // len(works)  # some backends return one for all
+        self._sent += [(each.tensor, work) for each, work in zip(sends, works, strict=False)]
+        for (task, each), work in zip(receives, works[len(sends) :], strict=True):
+            self._arriving[task] = each.tensor, work
+        while len(self._sent) > 2 * stage.num_stages:  # their memory is bounded, whatever the number of pieces
+            self._sent.popleft()[1].wait()
+
+
+class MegatronStage:
+    """This rank's part of the model; all methods that compute are collective over the ranks of a replica."""
 
     def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
         from megatron.core import parallel_state
 
-        self._network: Any = parts.network
+        self._networks: list[Any] = [chunk.network for chunk in parts.chunks]
         self._geometry = parts.geometry
         self._temperature = temperature
         self._dtype = torch.bfloat16 if actor.autocast == "bfloat16" else torch.float32
         self._device = device
         self._shared_prompt = actor.shared_prompt
-        self._num_pieces = actor.megatron.pipeline_pieces if parts.layout.stages > 1 else 1
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.num_stages, self.num_chunks = parts.layout.stages, parts.layout.chunks
+        self.num_pieces = actor.megatron.pipeline_pieces if self.num_stages > 1 else 1
+        self._tensor = parts.layout.tensor
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-        self._stages = dist.get_process_group_ranks(self._pipeline_group)
-        self._stage = self._stages.index(dist.get_rank())
-        self._context = parts.context
+        self._ranks = dist.get_process_group_ranks(self._pipeline_group)
+        self.stage = self._ranks.index(dist.get_rank())
+        self.context = parts.context
         self._positions_t = self._predictors_a = self._targets_a = torch.empty(0, dtype=torch.int64)
         self._entropy = False
         self._request: HeadRequest | None = None
-        self._passed: list[_Passed] = []
-        self._network.rotary_pos_emb.register_forward_hook(self._at_positions)
+        self._training = _Passes(self, backward=True)
+        for network in self._networks:
+            network.rotary_pos_emb.register_forward_hook(self._at_positions)
         if self._is_last:
-            self._network.output_layer.forward = self._forward_head
-
-    def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
-
-        Keeps what `backward` needs if gradients are enabled. Without `entropy` the second result is empty. Raises
-        BadRequest, see `check_sequences`.
-        """
-        check_sequences(batch, vocab_size=self._geometry.vocab_size)
-        sending, passed = [], []
-        for piece in [self._make_share(piece) for piece in cut(batch, self._num_pieces)]:
-            passed.append(self._forward_piece(piece, entropy))
-            if not self._is_last:
-                # Asynchronous, so the next piece computes while this one travels.
-                sending.append(self._send_tensor(passed[-1].output.detach(), self._stage + 1))
-        for work in sending:
-            work.wait()
-        self._passed = passed if torch.is_grad_enabled() else []
-        return self._share_results(passed, entropy)
+            self._networks[-1].output_layer.forward = self._forward_head
+        if self.num_stages > 1:
+            # A backend's communicator is made by all of a group's ranks, and transfers are those of some.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._pipeline_group)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """See `TrainEngine.log_probs`; on every rank of the replica."""
         if batch is None:
             return torch.empty(0, device=self._device)
-        return self.forward(batch, entropy=False)[0]
+        check_sequences(batch, vocab_size=self._geometry.vocab_size)
+        passes = _Passes(self, backward=False)
+        passes.add_micro_batch(batch, None)
+        passes.advance(drain=True)
+        return self._share_results(passes.micro_batches)[0][0]
 
-    def backward(self, gradient_A: Tensor, entropy_gradient_A: Tensor | None = None) -> None:
-        """Accumulate the parameters' gradients for the last `forward`, from those of its results."""
-        passed, self._passed = self._passed, []
-        sizes = [one.share.num_drawn for one in passed]
-        gradients = torch.split(gradient_A, sizes)
-        of_entropies = None if entropy_gradient_A is None else torch.split(entropy_gradient_A, sizes)
-        sending = []
-        for number in reversed(range(len(passed))):
-            one = passed[number]
-            outputs = [one.output]
-            if self._is_last:  # only its gradients count
-                given = [one.share.select_own(gradients[number])]
-                if of_entropies is not None:
-                    outputs.append(one.entropy_a)
-                    given.append(one.share.select_own(of_entropies[number]))
-            else:
-                given = [self._receive_tensor(one.output.shape, self._stage + 1)]
-            torch.autograd.backward(outputs, given)
-            if one.received is not None:
-                assert one.received.grad is not None
-                sending.append(self._send_tensor(one.received.grad, self._stage - 1))
-        for work in sending:
-            work.wait()
+    def forward_backward(self, batch: Sequences, loss: LossFunction) -> None:
+        """Let a micro-batch enter the pipeline; on a single stage its passes are done. Raises BadRequest, see
+        `check_sequences`."""
+        check_sequences(batch, vocab_size=self._geometry.vocab_size)
+        self._training.add_micro_batch(batch, loss)
+        if self.num_stages == 1:
+            self.finish()
+        else:
+            self._training.advance(drain=False)
+
+    def finish(self) -> None:
+        """Complete all backward passes, and evaluate losses for their figures on ranks that have not done so."""
+        passes, self._training = self._training, _Passes(self, backward=True)
+        passes.advance(drain=True)
+        if not passes.micro_batches:
+            return
+        with torch.no_grad():
+            for micro_batch, values in zip(
+                passes.micro_batches, self._share_results(passes.micro_batches), strict=True
+            ):
+                if not micro_batch.evaluated and micro_batch.loss is not None:
+                    micro_batch.loss(values[0], values[1])
+
+    def abandon(self) -> None:
+        """Forget all pieces that are under way."""
+        self._training.settle()
+        self._training = _Passes(self, backward=True)
 
     @property
     def _is_last(self) -> bool:
-        return self._stage == len(self._stages) - 1
+        return self.stage == self.num_stages - 1
 
-    def _make_share(self, piece: Sequences) -> TokenShare:
+    def make_share(self, piece: Sequences) -> TokenShare:
         inputs = PackedInputs.from_batch(piece, torch.device("cpu"), shared_prompt=self._shared_prompt)
-        if self._context is None:
-            return TokenShare.from_inputs(inputs, 0, 1, self._device)
-        rank, size = dist.get_rank(self._context), dist.get_world_size(self._context)
-        return TokenShare.from_inputs(inputs, rank, size, self._device)
+        rank, size = (
+            (0, 1) if self.context is None else (dist.get_rank(self.context), dist.get_world_size(self.context))
+        )
+        return TokenShare.from_inputs(inputs, rank, size, self._device, divisor=self._tensor)
 
-    def _forward_piece(self, share: TokenShare, entropy: bool) -> _Passed:
-        received = None
-        if self._stage:
-            received = self._receive_tensor((share.tokens_t.numel(), 1, self._geometry.hidden_size), self._stage - 1)
-            received.requires_grad_(torch.is_grad_enabled())
-            self._network.set_input_tensor(received)
+    def compute(
+        self, part: int, share: TokenShare, received: Tensor | None, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the forward pass of a part of the model: [t / TP, 1, W] and None, or in the model's last part
+        log-probabilities [a] and entropies [a]."""
+        network = self._networks[part // self.num_stages]
+        if received is not None:
+            network.set_input_tensor(received)
         self._positions_t, self._predictors_a = share.positions_t, share.predictors_a
         self._targets_a, self._entropy = share.targets_a, entropy
-        output: Tensor = self._network(
+        output: Tensor = network(
             share.tokens_t.unsqueeze(0),
             share.positions_t.unsqueeze(0),
             None,
-            packed_seq_params=_packed(share, self._context),
+            packed_seq_params=_packed(share, self.context),
         )
-        if not self._is_last:
-            return _Passed(received, output, output.detach().flatten()[:0], share)
+        if part < self.num_stages * self.num_chunks - 1:
+            return output, None
         log_probs_a, entropy_a = output[0].unbind(-1)
         if self._request is not None:
             note_entropy_gradient(entropy_a, self._request)
-        return _Passed(received, log_probs_a, entropy_a, share)
+        return log_probs_a, entropy_a
+
+    def transfer(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._ranks[stage], group=self._pipeline_group)
+
+    def empty(self, share: TokenShare) -> Tensor:
+        """Return memory for what travels between two parts of the model, or its gradient."""
+        shape = (share.tokens_t.numel() // self._tensor, 1, self._geometry.hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _forward_head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
-        """Replace the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies of drawn tokens."""
+        """Replace the output layer: [t / TP, 1, W] -> [a, 1, 2], log-probabilities and entropies of drawn tokens."""
         # With tied weights Megatron passes the input embedding as `weight`.
-        weight = self._network.output_layer.weight if weight is None else weight
+        weight = self._networks[-1].output_layer.weight if weight is None else weight
+        if self._tensor > 1:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # `head_log_probs` gives every rank the whole gradient, of which each takes its tokens'.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         first, num_tokens = self._geometry.tp_rank * len(weight), self._geometry.vocab_size
         request = HeadRequest(
             self._targets_a,
@@ -210,36 +363,26 @@ class MegatronForward:
         # (`_apply_rotary_pos_emb_thd`).
         return angles[self._positions_t]
 
-    def _share_results(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
+    def _share_results(self, micro_batches: Sequence[_MicroBatch]) -> Sequence[Tensor]:
+        """Return the values of each micro-batch, float32 [1 or 2, A], on every rank; without loss only one row."""
+        num_rows = 1 if micro_batches[0].loss is None else 2
+        sizes = [sum(each.num_drawn) for each in micro_batches]
         if self._is_last:
-            columns = [torch.cat([one.share.spread_values(one.output.detach()) for one in passed])]
-            columns += (
-                [torch.cat([one.share.spread_values(one.entropy_a.detach()) for one in passed])] if entropy else []
-            )
-            known = torch.stack(columns)
-            if self._context is not None:
-                # Each rank's values are 0 where they are another rank's.
-                dist.all_reduce(known, group=self._context)
+            known = torch.cat([values for each in micro_batches for values in each.results], dim=1)
         else:
-            known = torch.empty(1 + entropy, sum(one.share.num_drawn for one in passed), device=self._device)
-        if len(self._stages) > 1:
-            dist.broadcast(known, src=self._stages[-1], group=self._pipeline_group)
-        return known[0], known[1] if entropy else known[0, :0]
-
-    def _send_tensor(self, tensor: Tensor, stage: int) -> Any:
-        return dist.isend(tensor.contiguous(), dst=self._stages[stage], group=self._pipeline_group)
-
-    def _receive_tensor(self, shape: Sequence[int], stage: int) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
-        dist.recv(tensor, src=self._stages[stage], group=self._pipeline_group)
-        return tensor
+            known = torch.empty(num_rows, sum(sizes), device=self._device)
+        if self.num_stages > 1:
+            dist.broadcast(known, src=self._ranks[-1], group=self._pipeline_group)
+        return torch.split(known, sizes, dim=1)
 
 
 def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    # Megatron sees a single sequence: `_at_positions` handles the positions, and our attention the documents.
-    (ends,) = to_device([torch.tensor([0, share.tokens_t.numel()], dtype=torch.int32)], share.tokens_t.device)
+    # Megatron sees a single sequence: `_at_positions` handles the positions, and our attention the documents. Only its
+    # rotary embedding reads the ends, three times per call and in the host (`_apply_rotary_pos_emb_thd`): on the device
+    # each would be a wait.
+    ends = torch.tensor([0, share.tokens_t.numel()], dtype=torch.int32)
     longest = share.layout.longest
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -278,9 +421,9 @@ class MegatronEngine:
         context = join_groups(layout, timeout_s=timeout_s, seed=seed)
         self._actor, self._temperature = actor, temperature
         self._model = DenseModel.from_config(read_model_config(model_dir))
-        self._parts = build_megatron(self._model, actor, layout, context)
+        self._parts = build_megatron(self._model, actor, layout, context, device)
         self._state = MegatronState(self._parts)
-        self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
+        self._stage = MegatronStage(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)
         weights = HfWeights(model_dir)
         _check_stored(self._parts, weights)
@@ -304,33 +447,33 @@ class MegatronEngine:
         return self._updates.number
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        return self._forward.log_probs(batch)
+        return self._stage.log_probs(batch)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
-        """Accumulate gradients of `loss`, which every rank of the replica evaluates on the same values."""
+        """Accumulate gradients of `loss`; `finish_micro_batches`, or `step`, completes those of several stages."""
         if batch is None:
             return
-        log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
-        # Cut the graph here: `forward` returns broadcast values, and `backward` runs the pipeline itself.
-        log_probs_A, entropy_A = log_probs_A.clone().requires_grad_(), entropy_A.clone().requires_grad_()
-        total = loss(log_probs_A, entropy_A)
-        gradient_A, entropy_gradient_A = torch.autograd.grad(total, (log_probs_A, entropy_A), allow_unused=True)
-        gradient_A = torch.zeros_like(log_probs_A) if gradient_A is None else gradient_A
-        self._forward.backward(gradient_A, entropy_gradient_A)
+        self._stage.forward_backward(batch, loss)
+
+    def finish_micro_batches(self) -> None:
+        self._stage.finish()
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
         """Multiply the gradients (summed over replicas) by `scale`, clip, update, and clear them."""
         from megatron.core.distributed import finalize_model_grads
 
-        wrapped, optimizer = self._parts.wrapped, self._parts.optimizer
+        with torch.enable_grad():
+            self._stage.finish()
+        wrapped, optimizer = [chunk.wrapped for chunk in self._parts.chunks], self._parts.optimizer
         # Megatron's `optimizer.step` in parts, so that scale, clip and decay come in between.
-        finalize_model_grads([wrapped])
+        finalize_model_grads(wrapped)
         optimizer.prepare_grads()
-        factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
+        factor, stats = self._updates.next(_global_norm(optimizer), scale)
         # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
-            wrapped.scale_gradients(factor)  # in place: the optimizer's gradients are views of these buffers
+            for each in wrapped:
+                each.scale_gradients(factor)  # in place: the optimizer's gradients are views of these buffers
             for group in optimizer.param_groups:
                 group["lr"] = stats.lr
             decay(self._state.decaying, self._actor, stats.lr)
@@ -339,7 +482,9 @@ class MegatronEngine:
         return stats
 
     def zero_grad(self) -> None:
-        self._parts.wrapped.zero_grad_buffer()
+        self._stage.abandon()
+        for chunk in self._parts.chunks:
+            chunk.wrapped.zero_grad_buffer()
         self._parts.optimizer.zero_grad()
 
     def shards(self) -> Iterator[LocalShard]:
@@ -362,7 +507,7 @@ class MegatronEngine:
 
     def open_copy(self, *, initial: bool = False) -> "MegatronCopy":
         actor = self._actor.model_copy(update={"gradient_checkpointing": False})
-        parts = build_network(self._model, actor, self._parts.layout, self._parts.context)
+        parts = build_network(self._model, actor, self._parts.layout, self._parts.context, self._device)
         copy = MegatronCopy(parts, actor, temperature=self._temperature, device=self._device, policy=self)
         if initial:
             copy.read_weights(self._model_dir)
@@ -383,16 +528,17 @@ class MegatronCopy(SharedModel):
     ) -> None:
         super().__init__(policy)
         self._parts = parts
-        self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
+        self._stage = MegatronStage(parts, actor, temperature=temperature, device=device)
         with torch.no_grad():
-            for parameter in parts.network.parameters():
-                parameter.zero_()  # so that the vocabulary's padding is defined
+            for chunk in parts.chunks:
+                for parameter in chunk.network.parameters():
+                    parameter.zero_()  # so that the vocabulary's padding is defined
 
     def shards(self) -> Iterator[LocalShard]:
         return _shards(self._parts)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        return self._forward.log_probs(batch)
+        return self._stage.log_probs(batch)
 
     def _check_stored(self, weights: HfWeights) -> None:
         _check_stored(self._parts, weights)
@@ -418,7 +564,7 @@ class MegatronFrozenModel(MegatronCopy):
         prepare_megatron(device)
         layout = actor.megatron.layout(dist.get_world_size())
         context = join_groups(layout, timeout_s=timeout_s, seed=0)
-        parts = build_network(DenseModel.from_config(read_model_config(model_dir)), actor, layout, context)
+        parts = build_network(DenseModel.from_config(read_model_config(model_dir)), actor, layout, context, device)
         super().__init__(parts, actor, temperature=temperature, device=device)
         self.read_weights(weights_dir)
 
@@ -435,9 +581,19 @@ class MegatronFrozenModel(MegatronCopy):
         )
 
 
+def _global_norm(optimizer: Any) -> float:
+    """Return the norm of all ranks' gradients; waits once, where Megatron without Apex waits for each parameter."""
+    gradients = optimizer.get_main_grads_for_grad_norm()
+    squares = [norm.square() for norm in torch._foreach_norm(gradients)] if gradients else []
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=torch.cuda.current_device())
+    dist.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
+    return float(total.sqrt())
+
+
 def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
-    for name, parameter in parts.network.named_parameters():
-        yield from megatron_shards(name, parameter, parts.geometry)
+    for chunk in parts.chunks:
+        for name, parameter in chunk.network.named_parameters():
+            yield from megatron_shards(name, parameter, chunk.geometry)
 
 
 def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
@@ -446,7 +602,7 @@ def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
 
 
 def _hf_names(parts: MegatronParts) -> dict[str, tuple[str, ...]]:
-    config = parts.network.config
+    config = parts.chunks[0].network.config
     return hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
 
 
@@ -510,17 +666,20 @@ class MegatronState:
 
     def _find_runs(self) -> Iterator[_Run]:
         """Yield this rank's run of every parameter that it has a part of, in model order."""
-        geometry, optimizer = self._parts.geometry, self._optimizer
-        for name, parameter in self._parts.network.named_parameters():
-            if parameter not in optimizer.model_param_group_index_map:
-                continue  # this rank has no part of it
-            group, order = optimizer.model_param_group_index_map[parameter]
-            run = optimizer._get_model_param_range_map(parameter)["param"]
-            boxes = tuple(flat_boxes(name, parameter, geometry, start=run.start, stop=run.end))
-            is_cut = getattr(parameter, "tensor_model_parallel", False)
-            tied_copy = geometry.tied and name == "output_layer.weight"
-            main = optimizer.optimizer.param_groups[group]["params"][order]
-            yield _Run(main, boxes, tied_copy or (geometry.tp_rank > 0 and not is_cut), decays(parameter))
+        for chunk in self._parts.chunks:
+            for name, parameter in chunk.network.named_parameters():
+                if parameter in self._optimizer.model_param_group_index_map:  # else this rank has no part of it
+                    yield self._find_run(chunk.geometry, name, parameter)
+
+    def _find_run(self, geometry: MegatronGeometry, name: str, parameter: Tensor) -> _Run:
+        optimizer = self._optimizer
+        group, order = optimizer.model_param_group_index_map[parameter]
+        run = optimizer._get_model_param_range_map(parameter)["param"]
+        boxes = tuple(flat_boxes(name, parameter, geometry, start=run.start, stop=run.end))
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        tied_copy = geometry.tied and name == "output_layer.weight"
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        return _Run(main, boxes, tied_copy or (geometry.tp_rank > 0 and not is_cut), decays(parameter))
 
     def _box_tensors(self, values_of: Callable[[Tensor], Tensor]) -> dict[str, BoxedTensor]:
         parts: dict[str, list[BoxPart]] = defaultdict(list)
@@ -535,7 +694,8 @@ class MegatronState:
     def _publish_masters(self) -> None:
         """Copy the master weights into the model, and gather those of all replicas."""
         self._optimizer._copy_main_params_to_model_params()
-        self._parts.wrapped.start_param_sync(force_sync=True)
+        for chunk in self._parts.chunks:
+            chunk.wrapped.start_param_sync(force_sync=True)
 
     def _begin_moments(self) -> None:
         """Create AdamW's state as its first update would, so that a saved state can be loaded in place."""

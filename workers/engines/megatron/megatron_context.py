@@ -35,16 +35,19 @@ class TokenShare:
 
     tokens_t: Tensor  # int64 [t]
     positions_t: Tensor  # int64 [t]
-    layout: PackedLayout  # of all T tokens; up to C - 1 filler tokens make T a multiple of C
+    layout: PackedLayout  # of all T tokens; filler tokens make T a multiple of C x `divisor`
     predictors_a: Tensor  # int64 [a], see `PackedInputs`; a single dummy if this rank has none
     targets_a: Tensor  # likewise
     drawn_a: Tensor  # int64 [a], places among the A drawn tokens; may be empty
     num_drawn: int  # A
 
     @staticmethod
-    def from_inputs(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":
-        """Return the share of one of `size` ranks on its device; `inputs` are in host memory."""
-        spare = -inputs.tokens_T.numel() % size
+    def from_inputs(
+        inputs: PackedInputs, rank: int, size: int, device: torch.device, *, divisor: int = 1
+    ) -> "TokenShare":
+        """Return the share of one of `size` ranks on its device, a multiple of `divisor` tokens; `inputs` are in host
+        memory."""
+        spare = -inputs.tokens_T.numel() % (size * divisor)
         layout = inputs.layout
         if spare:
             layout = PackedLayout((*layout.lengths, spare), (*layout.prompts, ALONE))

@@ -5,6 +5,7 @@ Source: megatron-core 0.16.1.
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,29 @@ from workers.settings.megatron import DenseModel, MegatronLayout
 
 
 @dataclass(frozen=True)
-class MegatronParts:
-    """One rank's model and optimizer."""
+class ModelChunk:
+    """Neighbouring layers that one rank has, with the embedding or the head at an end of the model."""
 
-    network: Any  # the bare GPTModel of this rank's stage
+    network: Any  # a bare GPTModel
     geometry: MegatronGeometry
-    layout: MegatronLayout  # of all ranks
-    context: dist.ProcessGroup | None  # the ranks that share tokens with this one; None: it has all
     # The network in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None if the model
     # is not trained.
     wrapped: Any = None
-    optimizer: Any = None  # the one DistributedOptimizer, or None
+
+
+@dataclass(frozen=True)
+class MegatronParts:
+    """One rank's model and optimizer."""
+
+    chunks: tuple[ModelChunk, ...]  # of this rank's pipeline stage, in the model's order
+    layout: MegatronLayout  # of all ranks
+    context: dist.ProcessGroup | None  # the ranks that share tokens with this one; None: it has all
+    optimizer: Any = None  # the one DistributedOptimizer of all chunks, or None
+
+    @property
+    def geometry(self) -> MegatronGeometry:
+        """Sizes; `layer_offset` is that of the first chunk."""
+        return self.chunks[0].geometry
 
 
 def prepare_megatron(device: torch.device) -> None:
@@ -58,6 +71,7 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.stages,
+            virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -73,14 +87,26 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
 
 
 def build_network(
-    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
+    model: DenseModel,
+    actor: ActorConfig,
+    layout: MegatronLayout,
+    context: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> MegatronParts:
     """Return this rank's part of a model without weights or optimizer; `join_groups` comes first."""
+    config = _transformer_config(model, actor, layout, device)
+    chunks = (_build_chunk(model, actor, layout, config, chunk) for chunk in range(layout.chunks))
+    return MegatronParts(tuple(chunks), layout, context)
+
+
+def _build_chunk(model: DenseModel, actor: ActorConfig, layout: MegatronLayout, config: Any, chunk: int) -> ModelChunk:
     place = layout.place(dist.get_rank())
-    padded = -(-model.vocab_size // layout.tensor) * layout.tensor
-    network = _network(model, _transformer_config(model, actor, layout), place.stage, layout.stages, padded)
+    network: Any = _network(model, config, layout, place.stage, chunk)
+    if layout.tensor > 1 and network.pre_process:
+        network.embedding.word_embeddings.forward = partial(_embed, network.embedding.word_embeddings)
     if actor.autocast == "bfloat16":
         network.bfloat16()  # Megatron builds norms in float32
+    number = chunk * layout.stages + place.stage
     geometry = MegatronGeometry(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -91,23 +117,30 @@ def build_network(
         vocab_size=model.vocab_size,
         tp_size=layout.tensor,
         tp_rank=place.tensor,
-        layer_offset=place.stage * (model.num_layers // layout.stages),
+        layer_offset=number * (model.num_layers // (layout.stages * layout.chunks)),
         tied=model.tied,
     )
-    return MegatronParts(network, geometry, layout, context)
+    return ModelChunk(network, geometry)
 
 
 def build_megatron(
-    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
+    model: DenseModel,
+    actor: ActorConfig,
+    layout: MegatronLayout,
+    context: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> MegatronParts:
     """Return this rank's part of a trained model, without weights; collective. `join_groups` comes first."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     half = actor.autocast == "bfloat16"
-    parts = build_network(model, actor, layout, context)
+    parts = build_network(model, actor, layout, context, device)
     sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(parts.network.config, sharded, parts.network)
+    chunks = tuple(
+        replace(chunk, wrapped=DistributedDataParallel(chunk.network.config, sharded, chunk.network))
+        for chunk in parts.chunks
+    )
     settings = OptimizerConfig(
         optimizer="adam",
         lr=actor.lr,
@@ -121,15 +154,16 @@ def build_megatron(
         clip_grad=0.0,  # the engine does it, together with the scale
     )
     # No overrides: a single group, without weight decay.
-    chained = get_megatron_optimizer(settings, [wrapped], config_overrides={}, use_gloo_process_groups=False)
-    return replace(parts, wrapped=wrapped, optimizer=chained.chained_optimizers[0])
+    wrapped = [chunk.wrapped for chunk in chunks]
+    chained = get_megatron_optimizer(settings, wrapped, config_overrides={}, use_gloo_process_groups=False)
+    return replace(parts, chunks=chunks, optimizer=chained.chained_optimizers[0])
 
 
 def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronLayout) -> Any:
+def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronLayout, device: torch.device) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = torch.bfloat16 if actor.autocast == "bfloat16" else torch.float32
@@ -154,6 +188,8 @@ def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronL
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.stages,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        sequence_parallel=layout.tensor > 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -162,29 +198,66 @@ def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronL
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         calculate_per_token_loss=True,  # gradients are summed over replicas, not averaged
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,  # needs Apex
+        # torch.compile's kernel on CUDA, `npu_swiglu` on Ascend, where MindSpeed replaces it.
+        bias_activation_fusion=device.type in ("cuda", "npu"),
+        bias_dropout_fusion=device.type in ("cuda", "npu"),
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         **recompute,
     )
 
 
-def _network(model: DenseModel, config: Any, stage: int, stages: int, padded_vocab_size: int) -> nn.Module:
+class SequenceNorm(nn.RMSNorm):
+    """RMSNorm of some of a micro-batch's tokens: its gradient is summed over the tensor-parallel ranks.
+
+    Takes the place of Megatron's `WrappedTorchNorm`, which refuses sequence parallelism.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel  # read by `finalize_model_grads`
+
+
+def _embed(embedding: Any, tokens: Tensor) -> Tensor:
+    """Look up [1, t] tokens, each on the rank that holds it: [t / TP, 1, W], this rank's share of the tokens."""
+    # Megatron's `VocabParallelEmbedding.forward` writes through masks, for which the host waits, here and in the
+    # backward pass.
+    from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+
+    place = tokens - embedding.vocab_start_index
+    outside = (place < 0) | (tokens >= embedding.vocab_end_index)
+    found = nn.functional.embedding(place.masked_fill(outside, 0), embedding.weight)
+    found = found.masked_fill(outside.unsqueeze(-1), 0.0)
+    whole: Tensor = reduce_scatter_to_sequence_parallel_region(
+        found.transpose(0, 1).contiguous(), group=embedding.tp_group
+    )
+    return whole
+
+
+def _network(model: DenseModel, config: Any, layout: MegatronLayout, stage: int, chunk: int) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_norm)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceNorm
+    attention = layer.self_attention.submodules
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SequenceNorm
     # Megatron's local core attention knows no packed sequences; the layers themselves are its own on every device.
-    spec.submodules.self_attention.submodules.core_attention = MegatronPackedAttention
+    attention.core_attention = MegatronPackedAttention
+    num_parts = layout.stages * layout.chunks
     network: nn.Module = GPTModel(
         config,
-        spec,
-        vocab_size=padded_vocab_size,
+        TransformerBlockSubmodules([spec] * (model.num_layers // num_parts), layer_norm=SequenceNorm),
+        vocab_size=-(-model.vocab_size // layout.tensor) * layout.tensor,
         max_sequence_length=model.max_positions,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
+        pre_process=stage + chunk == 0,
+        post_process=chunk * layout.stages + stage == num_parts - 1,
+        vp_stage=chunk if layout.chunks > 1 else None,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope",
         rotary_base=model.rope_base,

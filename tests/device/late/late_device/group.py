@@ -145,6 +145,16 @@ class LateGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LateWork:
+        return _joined([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LateWork:
+        return _joined([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    # PyTorch's names before 2.13.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier()
 
@@ -163,6 +173,12 @@ class LateGroup(dist.ProcessGroup):
                 each.detach().copy_(host, non_blocking=True)
             end = stream.record_event()
         return LateWork(end, staged, outputs)
+
+
+def _joined(works: list[LateWork]) -> LateWork:
+    """Return the end of collectives that were begun one after the other: the group's stream keeps their order."""
+    staged, outputs = ([each for work in works for each in getattr(work, name)] for name in ("_staged", "_outputs"))
+    return LateWork(works[-1]._end, staged, outputs)
 
 
 def _all_reduce(given: Any) -> dist.AllreduceOptions:
