@@ -47,6 +47,19 @@ of up to 768, by models of the shapes of Qwen2.5-0.5B and -1.5B with random weig
     memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
     late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
 
+`replica`, a minute, on `late`:
+
+    replica_device_equal    1: rows that three ranks share have the same bits by `tq.replica_broadcast: device` as by
+                            `host`, lengths included, with a layer's collectives between them
+
+`tp_broadcast`, two minutes, on `late`: a trainer broadcasts versions to a generator of two ranks, whose model makes a
+collective per token, until three have come to both, in either schedule:
+
+    tp_broadcast_collectives_in_flight  collectives of the model that a rank issued while it took part in a broadcast
+                                        (its group's connecting included), or whose end it had not seen when it began
+    tp_broadcast_transfers, _tokens     broadcasts that came, tokens that were drawn between them, of both ranks
+    tp_broadcast_in_flight_unpaused     the first figure if the engine is not paused, which shows that the count tells
+
 `sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
 
     sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context

@@ -44,7 +44,8 @@ class User:
     """What uses the engine, in this process."""
 
     def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
-        self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
+        self.engine = Ranks(run._start, run.setup, store.port)
+        self.said, self.arrived = Said(), threading.Event()
         job = Job(
             "127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.from_wall_clock()
         )
@@ -93,6 +94,7 @@ def test_ranks_load_one_version_of_which_each_keeps_a_share(
         user.load(version)
         newest = version
     assert user.receiver.newest == user.held == newest
+    assert newest in user.engine.pauses, "versions are broadcast to several ranks in pauses alone"
     assert weight_run.status().holders == {}
     copies = ask_all(user.engine.ranks, "copies")
     assert all(each and max(each) < weight_run.plan().region_bytes for each in copies), copies
