@@ -78,7 +78,8 @@ def describe(
     Raises:
         TransportError: a column's dtype, rank or device cannot travel.
     """
-    headers, pieces, lengths = [], [], []
+    headers, pieces = [], []
+    lengths: list[PayloadPiece] = []
     for name, column in columns.items():
         values = column.values
         # Check the stride itself: torch calls a single value contiguous, whatever its stride.

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -34,6 +35,7 @@ class Ranks:
         self._start, self._setup, self._port = start, setup, port
         self.ranks: list[Any] = []
         self.pauses: list[Version] = []
+        self.closed = threading.Event()
 
     @property
     def num_ranks(self) -> int:
@@ -54,10 +56,10 @@ class Ranks:
         number = len(self.pauses)
         self.pauses.append(version)
         self._store.set(f"pause {number}", f"{version.lineage} {version.step}")
-        try:
-            self._store.wait([f"{rank} resumes {number}" for rank in range(NUM_RANKS)], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise EngineFailed(f"a rank is gone: {error}") from error
+        resumed, deadline = [f"{rank} resumes {number}" for rank in range(NUM_RANKS)], time.monotonic() + timeout_s
+        while not self._store.check(resumed):
+            if time.monotonic() > deadline or self.closed.wait(0.01):
+                raise EngineFailed("a rank is gone")
 
     def load_held(self) -> None:
         assert ask_all(self.ranks, "load_held") == ["whole"] * NUM_RANKS

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,25 @@ class User:
 
 
 @pytest.fixture(name="open_user")
-def _open_user(weight_run: WeightRun, store: TCPStore, tmp_path: Path) -> Callable[[], User]:
+def _open_user(weight_run: WeightRun, store: TCPStore, tmp_path: Path) -> Iterator[Callable[[], User]]:
     weight_run.configure(broadcast=True, timeout_s=DEADLINE_S)
-    return lambda: User(weight_run, store, tmp_path)
+    users: list[User] = []
+
+    def open_one() -> User:
+        users.append(User(weight_run, store, tmp_path))
+        return users[-1]
+
+    yield open_one
+    for user in users:
+        user.engine.closed.set()
+        for rank in user.engine.ranks:
+            rank.kill()
+        user.receiver.close()
+    wait_until(
+        lambda: all(thread.name != "weight-ranks" for thread in threading.enumerate()),
+        "threads are left",
+        deadline_s=60,
+    )
 
 
 def broadcast_until_all_take_part(run: WeightRun, user: User, versions: Any) -> Version:
