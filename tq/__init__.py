@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         RowsExist,
         TransportError,
     )
-    from tq.client.dataloader import Replica, StreamingDataLoader
+    from tq.client.dataloader import DeviceRoute, Replica, StreamingDataLoader
     from tq.client.lease import Lease, LeaseStream
     from tq.client.queue_client import AsyncLease, AsyncQueueClient, QueueClient
     from tq.columns import Column, PackedBatch
@@ -51,6 +51,7 @@ __all__ = [
     "ConfigError",
     "ControllerService",
     "DeadlineExceeded",
+    "DeviceRoute",
     "Lease",
     "LeaseFenced",
     "LeaseStream",
@@ -81,7 +82,7 @@ __all__ = [
 _NAMES = {
     "asyncflow.errors": "AsyncFlowError CheckpointError ConfigError DeadlineExceeded LeaseFenced PeerRefused "
     "ProducersGone PutPending QueueFull RowsExist TransportError",
-    "tq.client.dataloader": "Replica StreamingDataLoader",
+    "tq.client.dataloader": "DeviceRoute Replica StreamingDataLoader",
     "tq.client.lease": "Lease LeaseStream",
     "tq.client.queue_client": "AsyncLease AsyncQueueClient QueueClient",
     "tq.columns": "Column PackedBatch column",

@@ -70,6 +70,14 @@ class ReplicaFetch(StrEnum):
 
     BROADCAST = "broadcast"
     EACH = "each"
+    STAGE = "stage"
+
+
+class ReplicaBroadcast(StrEnum):
+    """What carries rows from the rank that fetches them to the others."""
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 class QueueConfig(Settings):
@@ -101,8 +109,14 @@ class QueueConfig(Settings):
     """How rounds of a training gang are made and shared among its ranks: a name of `tq.policies.POLICIES` or
     `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
-    """How ranks that share rows get them. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per
-    round. `each`: every rank fetches for itself, with its own columns if it likes."""
+    """How ranks that share rows get them: those of a trainer's replica (`megatron`), and of a copy of `ref`,
+    `actor_fwd` or a reward model. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per round.
+    `stage`: the first rank of every pipeline stage fetches, and broadcasts inside its stage. `each`: every rank fetches
+    for itself, with its own columns if it likes."""
+    replica_broadcast: ReplicaBroadcast = ReplicaBroadcast.HOST
+    """What carries that buffer. `host`: Gloo, in a thread that reads ahead, beside the computation. `device`: NCCL or
+    HCCL, in the groups in which the ranks compute, between two micro-batches; faster only where ranks of a replica are
+    on several nodes, and the network between hosts is slow (docs/transferqueue.md)."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel closed."""
     max_clients: int = Field(1024, ge=1)

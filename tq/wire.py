@@ -67,15 +67,19 @@ class _Enclosed(msgspec.Struct, array_like=True):
 _ENCLOSED = msgpack_decoder(_Enclosed)
 
 
-def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[ColumnHeader], Payload]:
+def describe(
+    columns: Mapping[str, Column], *, narrow: bool, lengths_first: bool = False
+) -> tuple[list[ColumnHeader], Payload]:
     """Return headers and the payload that they describe, without copying anything yet.
 
-    `narrow` lets int64 and int32 values travel as the narrowest integers that hold their extremes.
+    `narrow` lets int64 and int32 values travel as the narrowest integers that hold their extremes. The payload has each
+    column's values and then its shapes or, with `lengths_first`, all columns' shapes and then their values.
 
     Raises:
         TransportError: a column's dtype, rank or device cannot travel.
     """
     headers, pieces = [], []
+    lengths: list[PayloadPiece] = []
     for name, column in columns.items():
         values = column.values
         # Check the stride itself: torch calls a single value contiguous, whatever its stride.
@@ -88,15 +92,16 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
             raise TransportError(
                 f"column {name}: rank {column.rank} on {values.device}; only ranks up to {_MAX_RANK} on the CPU travel"
             )
-        lengths = column.lengths.numpy()
-        if (int(lengths[0]) if len(lengths) == 1 else int(lengths.sum(dtype=np.int64))) != values.numel():
+        lengths_N = column.lengths.numpy()
+        if (int(lengths_N[0]) if len(lengths_N) == 1 else int(lengths_N.sum(dtype=np.int64))) != values.numel():
             raise TransportError(f"column {name}: lengths do not add up to {values.numel()} values")
         wire_dtype = _narrowest(values) if narrow else values.dtype
-        shapes = lengths[:, None] if column.shapes is None else column.shapes.numpy()
+        shapes = lengths_N[:, None] if column.shapes is None else column.shapes.numpy()
         header, shape_pieces = _header(name, values.dtype, wire_dtype, column.kind, values.numel(), shapes)
         headers.append(header)
-        pieces += [PayloadPiece((values,), wire_dtype), *shape_pieces]
-    return headers, Payload(pieces)
+        pieces.append(PayloadPiece((values,), wire_dtype))
+        (lengths if lengths_first else pieces).extend(shape_pieces)
+    return headers, Payload([*lengths, *pieces])
 
 
 def describe_stored(
@@ -134,14 +139,14 @@ def describe_stored(
     return header, [PayloadPiece(tensors, wire_dtype), *shape_pieces]
 
 
-def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column]:
-    """Return columns of a contiguous uint8 payload; those that did not travel narrow are views of it.
+def unpack(headers: Sequence[ColumnHeader], payload: Tensor, *, lengths_first: bool = False) -> dict[str, Column]:
+    """Return columns of a contiguous uint8 payload of `describe`; those that did not travel narrow are views of it.
 
     Raises:
         TransportError: the headers (one per column, in order) do not describe this payload.
     """
     columns = {}
-    for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload):
+    for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload, lengths_first=lengths_first):
         shapes = None
         if sizes_NR is None:
             assert header.shape is not None
@@ -186,7 +191,7 @@ def unpack_stored(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str,
 
 
 def _parts(
-    headers: Sequence[ColumnHeader], payload: Tensor
+    headers: Sequence[ColumnHeader], payload: Tensor, *, lengths_first: bool = False
 ) -> list[tuple[ColumnHeader, torch.dtype, Tensor, NDArray[np.int32] | None, Int64s | None]]:
     """Return (header, dtype, values as they travelled, shapes [N, R], lengths [N]) of each column.
 
@@ -195,14 +200,19 @@ def _parts(
     if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
         payload = payload.clone()
     found = []
-    offset = 0
+    offset = lengths_offset = 0
+    if lengths_first:  # the values begin behind them
+        sizes_of = (header.num_rows * header.rank * 4 for header in headers if header.shape is None)
+        offset = sum(map(aligned, sizes_of))
     for header in headers:
         dtype, wire_dtype = _checked(header)
         start, end, offset = _take(payload, offset, header.num_values * wire_dtype.itemsize)
         values = payload[start:end].view(wire_dtype)
         sizes, lengths = None, None
         if header.shape is None:
-            start, end, offset = _take(payload, offset, header.num_rows * header.rank * 4)
+            begins = lengths_offset if lengths_first else offset
+            start, end, begins = _take(payload, begins, header.num_rows * header.rank * 4)
+            offset, lengths_offset = (offset, begins) if lengths_first else (begins, 0)
             sizes = payload.numpy()[start:end].view(np.int32).reshape(header.num_rows, header.rank)
             lengths = _checked_lengths(header, sizes)
         found.append((header, dtype, values, sizes, lengths))

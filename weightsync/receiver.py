@@ -31,8 +31,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncflow.device import use_device
-from asyncflow.errors import EngineFailed, PeerRefused, PlanError, TransportError, WeightSyncError
+from asyncflow.device import use_device, wait_for_device
+from asyncflow.errors import (
+    AsyncFlowError,
+    EngineFailed,
+    PeerRefused,
+    PlanError,
+    TransportError,
+    WeightSyncError,
+)
 from asyncflow.job import Job
 from asyncflow.sealed_store import connect_store
 from asyncflow.timeline import NoTimeline, Spans
@@ -391,15 +398,25 @@ class WeightReceiver:
 #       | pipe: (k, version)                                                 hold(v) ... load, share by share ... let_go
 #     user's process     RanksReceiver    what all ranks have is ready ... load: have all hold v, have them load it
 #
+# A broadcast reaches several ranks only while their engine is paused. Otherwise two communicators, the weights' and the
+# engine's own, would be in flight on one device; if two devices begin them in different orders, both wait for ever.
+#
+#     rank k's receiver  Transfer -> pipe: (k, coming) ............... connect, ready, receive -> pipe: (k, version)
+#     user's process     coming to all ranks -> pause -> all: let it receive ................... resume
+#     rank k's engine    draw tokens ................ | wait for its device, then for the receiver | draw tokens
+#
 # A broadcast share is on the rank's device; any other share stays in the agent's memory, which the rank has mapped.
 # Shares consist of whole tensors and have about equal sizes. A rank checks its own share, and passes it to the others
 # while all load; so a version is stored once, however many ranks there are. The user's process has no copy at all.
 
 _CPU = torch.device("cpu")
-# What a rank writes to the pipe: its number, its version (lineage, step), the seconds of its last span, and whether
-# that was a broadcast. Short enough for an atomic write.
-_NEWS = struct.Struct("<qqqd?")
+# What a rank writes to the pipe: its number, a version (lineage, step), the seconds of its last span, and whether the
+# version came by that (a broadcast, or from the agent) or is about to be broadcast. Short enough for an atomic write.
+_NEWS = struct.Struct("<qqqdB")
 _BROADCAST, _AGENT = "receive weights", "check weights"
+_CAME, _CAME_BY_BROADCAST, _COMING = range(3)
+# A transfer's waits: connecting, all being ready, the transfer itself; and the engine's pause.
+_WAITS_PER_TRANSFER = 4
 
 # (tensor, rank): gives all ranks that rank's tensor, in place; collective.
 Share = Callable[[Tensor, int], object]
@@ -439,6 +456,11 @@ class RanksEngine(Protocol):
     def load_held(self) -> None:
         """Have all ranks load the version that they hold, and let it go."""
 
+    def receive_while_paused(self, version: Version, *, timeout_s: float) -> None:
+        """Pause, so that the ranks compute nothing and no collective of theirs is in flight; have every rank
+        `receive_while_paused`; go on with the weights that are loaded. Called by another thread than the others, but
+        never at the same time as `hold` and `load_held`; only with several ranks. Raises AsyncFlowError."""
+
 
 class RanksReceiver(WeightReceiver):
     """In the process that uses the engine: decides which version the ranks load, and takes turns for them.
@@ -462,11 +484,13 @@ class RanksReceiver(WeightReceiver):
     ) -> None:
         self._engine = engine
         self._newest_of: list[Version | None] = [None] * engine.num_ranks
+        self._coming_to: list[Version | None] = [None] * engine.num_ranks
+        self._using_ranks = threading.Lock()
         self._agree = threading.Event()
         read_end, write_end = os.pipe()
         super().__init__(
             credentials, agent, name, engine.weight_needs(),
-            device=_CPU, arrived=arrived, takes_turns=takes_turns, timeline=timeline,
+            device=_CPU, arrived=arrived, takes_turns=takes_turns, timeout_s=timeout_s, timeline=timeline,
         )  # fmt: skip
         self._cache.fail(self._make_lag_error())
         threading.Thread(target=self._listen_to_ranks, args=(read_end,), name="weight-ranks", daemon=True).start()
@@ -499,17 +523,33 @@ class RanksReceiver(WeightReceiver):
     def _listen_to_ranks(self, read_end: int) -> None:
         with open(read_end, "rb", buffering=0) as pipe:
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
-                rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
-                self._newest_of[rank] = version = Version(lineage, step)
+                rank, lineage, step, seconds, news = _NEWS.unpack(said)
+                version = Version(lineage, step)
+                if news == _COMING:
+                    self._coming_to[rank] = version
+                    if self._coming_to.count(version) == len(self._coming_to):
+                        self._coming_to = [None] * len(self._coming_to)
+                        self._let_ranks_receive(version)
+                    continue
+                self._newest_of[rank] = version
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
                     self._cache.fail(self._make_lag_error())
                 else:
                     self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
                     self._agree.set()
-                self._timeline.record_span(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
+                name = _BROADCAST if news == _CAME_BY_BROADCAST else _AGENT
+                self._timeline.record_span(name, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # let `load` continue: the engine then raises in `hold`
+
+    def _let_ranks_receive(self, version: Version) -> None:
+        try:
+            with self._using_ranks, self._timeline.span("pause for weights", version=version.step):
+                self._engine.receive_while_paused(version, timeout_s=_WAITS_PER_TRANSFER * self._timeout_s)
+        except AsyncFlowError as error:
+            # The engine's own thread will notice if it has ended; a version that did not come is taken from the agent.
+            logger.warning("%s: weights of %s were not received in a pause: %s", self._name, version, error)
 
     def _make_lag_error(self) -> WeightSyncError:
         """Return the error for a wait that ends before all ranks have the same version."""
@@ -526,12 +566,15 @@ class RanksReceiver(WeightReceiver):
         ready = self._cache.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
             return None
-        if not self._engine.hold(ready.version):  # a rank moved on, or made room for one that is coming
+        with self._using_ranks:
+            held = self._engine.hold(ready.version)
+            if held:
+                apply(ready.views)
+        if not held:  # a rank moved on, or made room for one that is coming
             self._agree.clear()
             if self._cache.newest != ready.version:  # meanwhile they agreed on another version
                 self._agree.set()
             return None
-        apply(ready.views)
         self._cache.let_go(ready)
         return ready.version
 
@@ -551,8 +594,51 @@ class _LastSpan(threading.local):
         self.name, self.seconds = name, seconds
 
 
+class _Pause:
+    """An engine that is paused so that its receiver may take part in a broadcast."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._coming: Version | None = None
+        self._granted: Version | None = None
+        self._closed = False
+
+    def expect(self, version: Version) -> None:
+        """In the receiver's thread, before anyone can ask for the pause: this version waits; `end` must follow."""
+        with self._changed:
+            self._coming = version
+
+    def await_pause(self, version: Version, *, timeout_s: float) -> bool:
+        """In the receiver's thread: wait until the engine is paused for this version."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._granted == version, timeout_s)
+            return not self._closed and self._granted == version
+
+    def end(self) -> None:
+        """In the receiver's thread: it takes part no more."""
+        with self._changed:
+            self._coming = None
+            self._changed.notify_all()
+
+    def grant(self, version: Version) -> None:
+        """In the engine's thread: return once the receiver takes part no more; at once if it does not wait for this."""
+        with self._changed:
+            if self._coming != version:
+                return
+            self._granted = version
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._coming != version)
+            self._granted = None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class RankReceiver(WeightReceiver):
-    """In a rank's process. One thread of the engine holds and loads.
+    """In a rank's process. One thread of the engine holds and loads. If the engine has several ranks, versions are
+    broadcast only during `receive_while_paused`.
 
     Args:
         following: from the engine's user.
@@ -565,13 +651,15 @@ class RankReceiver(WeightReceiver):
 
     def __init__(self, following: Following, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._last = rank, _LastSpan()
+        self._names = [f"{following.name}-{each}" for each in range(num_ranks)]
+        self._pause = _Pause()
         self._owners = owners(following.needs, num_ranks)
         self._held: ReadyVersion | None = None
         try:
             self._pipe = FileIO(f"/proc/{following.pid}/fd/{following.fd}", "wb")
         except OSError as error:
             raise WeightSyncError(f"{following.name}: its pipe cannot be opened ({error.strerror})") from error
-        job, name = Job.load(Path(following.run_dir)), f"{following.name}-{rank}"
+        job, name = Job.load(Path(following.run_dir)), self._names[rank]
         timeout = timedelta(seconds=min(following.start_timeout_s, STALL_S))
         store = connect_store(job.store_host, job.store_port, timeout)
         credentials = Credentials(store, bytes.fromhex(job.secret), following.start_timeout_s)
@@ -605,14 +693,37 @@ class RankReceiver(WeightReceiver):
             self._cache.let_go(self._held)
             self._held = None
 
+    def receive_while_paused(self, version: Version) -> None:
+        """Have a broadcast that waits for this received, or end; the engine's thread computes nothing meanwhile."""
+        wait_for_device(self._device)  # the engine's last collectives have ended, not only been issued
+        self._pause.grant(version)
+
     def close(self, timeout_s: float = 10.0) -> None:
+        self._pause.close()
         super().close(timeout_s)
         self._pipe.close()
+
+    def _receive_broadcast(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
+        if len(self._names) == 1:
+            return super()._receive_broadcast(connection, member, transfer)
+        # Without one of the ranks there is no pause: the engine cannot wait for it.
+        if set(self._names) <= set(transfer.members):
+            self._pause.expect(transfer.version)
+            try:
+                self._pipe.write(_NEWS.pack(self._rank, *transfer.version, 0.0, _COMING))
+                if self._pause.await_pause(transfer.version, timeout_s=self._timeout_s):
+                    return super()._receive_broadcast(connection, member, transfer)
+            finally:
+                self._pause.end()
+        member.decline_transfer(transfer)
+        self._watch_again()  # the agent may have offered this version already
+        return False
 
     def _report_newest(self) -> None:
         newest, last = self.newest, self._last
         if newest is not None:  # None: it already made room for the next one
-            self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))
+            news = _CAME_BY_BROADCAST if last.name == _BROADCAST else _CAME
+            self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, news))
 
 
 def owners(needs: Mapping[str, Need], num_ranks: int) -> dict[str, int]:

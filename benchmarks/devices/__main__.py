@@ -63,6 +63,19 @@ read and write beside matrix products and attention:
     npu_patched_gradients_rel   the difference of the gradients, relative to their norm
     compiled_bytes_x        transformers' / compiled, by inductor's own count
 
+`replica`, a minute, on `late`:
+
+    replica_device_equal    1: rows that three ranks share have the same bits by `tq.replica_broadcast: device` as by
+                            `host`, lengths included, with a layer's collectives between them
+
+`tp_broadcast`, two minutes, on `late`: a trainer broadcasts versions to a generator of two ranks, whose model makes a
+collective per token, until three have come to both, in either schedule:
+
+    tp_broadcast_collectives_in_flight  collectives of the model that a rank issued while it took part in a broadcast
+                                        (its group's connecting included), or whose end it had not seen when it began
+    tp_broadcast_transfers, _tokens     broadcasts that came, tokens that were drawn between them, of both ranks
+    tp_broadcast_in_flight_unpaused     the first figure if the engine is not paused, which shows that the count tells
+
 `sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
 
     sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context

@@ -1,4 +1,5 @@
-"""Part `replica`: requests of a replica of four ranks, with rank 0 fetching for all and with each for itself."""
+"""Part `replica`: requests of a replica of four ranks, in two stages: one rank fetches for all, one for each stage, or
+each for itself."""
 
 import time
 from datetime import timedelta
@@ -20,17 +21,22 @@ from tq.client.dataloader import Replica
 from tq.columns import Column
 from tq.config import ReplicaFetch
 
-_RANKS = 4
+_RANKS, _STAGES = 4, 2
 _MICRO_BATCH = 64
 _NUM_ROWS = 1024
 _TIMEOUT = timedelta(seconds=60)
 
 
 def run(settings: Settings) -> Result:
-    """Read the same partition both ways; all ranks must see the same rows."""
+    """Read the same partition in every way; all ranks must see the same rows."""
     found = {fetch.value: _read(fetch, settings.directory) for fetch in ReplicaFetch}
-    once, each = (found[fetch.value]["requests"] for fetch in (ReplicaFetch.BROADCAST, ReplicaFetch.EACH))
-    settings.say(f"replica: {_RANKS} ranks, {_NUM_ROWS} rows: {once} requests with one fetching rank, {each} with all")
+    once, stage, each = (
+        found[fetch.value]["requests"] for fetch in (ReplicaFetch.BROADCAST, ReplicaFetch.STAGE, ReplicaFetch.EACH)
+    )
+    settings.say(
+        f"replica: {_RANKS} ranks, {_NUM_ROWS} rows: {once} requests with one fetching rank, {stage} with one in each "
+        f"of {_STAGES} stages, {each} with all"
+    )
     return Result(details={"replica": found})
 
 
@@ -60,8 +66,11 @@ def _read(fetch: ReplicaFetch, log_dir: Path) -> dict[str, Any]:
 
 def _rank(pipe: Any, address: str, port: int, rank: int, fetch: str) -> None:
     torch.set_num_threads(1)
-    store = PrefixStore("replica", connect_store(LOOPBACK, port, _TIMEOUT))
-    replica = Replica(connect_group(store, rank, _RANKS, torch.device("cpu")), fetch=ReplicaFetch(fetch))
+    size = _RANKS // _STAGES if fetch == ReplicaFetch.STAGE else _RANKS
+    stage, number = divmod(rank, size)
+    store = PrefixStore(f"replica {stage}", connect_store(LOOPBACK, port, _TIMEOUT))
+    group = connect_group(store, number, size, torch.device("cpu"))
+    replica = Replica(group, fetch=ReplicaFetch(fetch), acks=stage == 0)
     client = tq.connect(Path(address), f"actor-0/{rank}") if replica.fetches else None
     loader = tq.StreamingDataLoader(
         client, TASK, COLUMNS, first_partition=1, last_partition=1, rows_per_round=_MICRO_BATCH, replica=replica

@@ -178,17 +178,6 @@ def _check_tensor_parallel(config: RunConfig) -> None:
             )
 
 
-def check_broadcast(config: RunConfig, kind: str) -> None:
-    """Refuse broadcasts to vLLM's ranks on accelerators; `kind` is the devices' kind."""
-    size = config.ranks_per_instance("rollout")
-    # Two communicators that wait at the same time may deadlock.
-    if size > 1 and kind != "cpu" and config.weightsync.path == "broadcast":
-        raise ConfigError(
-            f"weightsync.path: broadcast would wait beside the collectives of vLLM's {size} ranks, and on {kind} both "
-            f"may hang; set it to staged, or vllm.tensor_parallel_size to 1"
-        )
-
-
 def check_reward_model(config: RunConfig) -> None:
     """Check the reward model's directory: files, head, tokens, positions."""
     if config.reward.model is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from asyncflow.vendors import CPU, vendor_of
-from launcher.checks.models import Models, check_broadcast, check_models
+from launcher.checks.models import Models, check_models
 from launcher.checks.placement import Devices, find_devices, place_gangs
 from launcher.checks.proof_cache import check_proven
 from launcher.checks.start_notes import start_notes
@@ -123,7 +123,6 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
     devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
-    check_broadcast(config, devices.kind)
     models, data = _check_files(config)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(

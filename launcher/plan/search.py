@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import SettingsT
-from launcher.checks.models import check_broadcast, device_memory
+from launcher.checks.models import device_memory
 from launcher.checks.placement import Devices, place_gangs
 from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from launcher.plan.cost_model import CostModel, Device, Workload
@@ -317,7 +317,6 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
     if device is not None and not device.shared_by:
         a_node = min(num_devices, device.devices_per_node)
         devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
-    check_broadcast(config, devices.kind)
     place_gangs(config, devices, num_nodes=num_nodes)
 
 

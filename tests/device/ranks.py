@@ -1,7 +1,6 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, megatron, memory,
-    broadcast
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: a function below, such as `train`
 PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
@@ -21,7 +20,9 @@ from torch import Tensor
 
 from asyncflow.device import connect_group, group_backends, open_device, pin
 from tests.device.memory import memory
+from tests.device.paused_mode import paused
 from tests.device.plants import PLANTS
+from tests.device.rows_mode import rows
 from tests.device.steps import megatron, steps
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
@@ -263,7 +264,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps,
-    "megatron": megatron, "memory": memory, "broadcast": broadcast,
+    "megatron": megatron, "memory": memory, "broadcast": broadcast, "rows": rows, "paused": paused,
 }  # fmt: skip
 
 

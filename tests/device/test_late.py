@@ -56,6 +56,27 @@ def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) ->
     assert [said["contexts"] for said in (*senders, receiver)] == [[3], [4], [5]]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_generator_of_two_ranks_has_no_collective_in_flight_in_a_broadcast(run: Run, schedule: str) -> None:
+    _, said = run("paused", schedule, num_ranks=2)
+    assert min(said["came"]) >= 3
+    assert (said["wrong"], said["in_flight"]) == ([0, 0], [0, 0])
+    assert min(said["tokens"]) > 0
+
+
+def test_without_the_pause_the_count_would_tell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WITHOUT_PAUSE", "1")
+    _, said = run("paused", num_ranks=2)
+    assert min(said["in_flight"]) > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_of_a_replica_go_from_device_to_device_as_they_are(run: Run, schedule: str) -> None:
+    for said in run("rows", schedule, num_ranks=3):
+        assert said["values"] > 100_000
+        assert (said["rounds"], said["different"]) == (18, 0)
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_CASES", CASES)

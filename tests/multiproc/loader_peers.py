@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 
 import torch
+import torch.distributed as dist
 from peers import CPU, credentials
 from torch.distributed import PrefixStore
 
 from asyncflow.device import connect_group
 from asyncflow.errors import TransportError
-from tq.client.dataloader import Replica, StreamingDataLoader
+from tq.client.dataloader import DeviceRoute, Replica, StreamingDataLoader
 from tq.columns import Column, PackedBatch
 from tq.config import ReplicaFetch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
@@ -75,10 +76,20 @@ class CountingQueue:
         """Nothing is remembered here."""
 
 
-def replica_of(port: int, rank: int, size: int, fetch: ReplicaFetch = ReplicaFetch.BROADCAST) -> Replica:
-    """Connect the ranks."""
+def replica_of(port: int, rank: int, size: int, fetch: str = "broadcast") -> Replica:
+    """Connect the ranks; `device`: rows go over the default group, `stage`: two stages make the replica."""
+    if fetch == "stage":
+        size, stage, rank = size // 2, *divmod(rank, size // 2)
+        store = PrefixStore(f"stage {stage}", credentials(port).group_store())
+        group = connect_group(store, rank, size, CPU)
+        return Replica(group, "replica 0", fetch=ReplicaFetch.STAGE, acks=stage == 0)
     store = PrefixStore("replica", credentials(port).group_store())
-    return Replica(connect_group(store, rank, size, CPU), "replica 0", fetch=fetch)
+    if fetch != "device":
+        return Replica(connect_group(store, rank, size, CPU), "replica 0", fetch=ReplicaFetch(fetch))
+    dist.init_process_group("gloo", store=PrefixStore("gang", store), rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    route = DeviceRoute((dist.group.WORLD,), CPU)
+    return Replica(connect_group(store, rank, size, CPU), "replica 0", fetch=ReplicaFetch.BROADCAST, route=route)
 
 
 def loader_of(
@@ -104,9 +115,9 @@ def check(batch: PackedBatch) -> None:
 
 def read_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str, behaviour: dict[str, int]) -> None:
     """Read everything; report rounds, how it ended, acks, requests and threads that are left."""
-    replica = replica_of(port, rank, size, ReplicaFetch(fetch))
+    replica = replica_of(port, rank, size, fetch)
     client = CountingQueue(**behaviour)
-    columns = ("tokens", "ids", "rewards", "texts") if fetch == "broadcast" or rank == 0 else ("ids",)
+    columns = ("tokens", "ids", "rewards", "texts") if fetch != "each" or rank == 0 else ("ids",)
     loader = loader_of(replica, client, columns)
     rounds = []
     error = ""
@@ -124,19 +135,21 @@ def read_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str, behaviour
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     pipe.send((rounds, stopped, error, client.acked, loader.requests, left))
     pipe.poll(60)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def dying_rank(port: int, pipe: Pipe, rank: int, size: int) -> None:
+def dying_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str = "broadcast") -> None:
     """Read one round and wait to be killed."""
-    loader = loader_of(replica_of(port, rank, size), CountingQueue())
+    loader = loader_of(replica_of(port, rank, size, fetch), CountingQueue())
     loader.next_partition()
     pipe.send(next(iter(loader)).indices)
     pipe.recv()
 
 
-def surviving_rank(port: int, pipe: Pipe, rank: int, size: int) -> None:
+def surviving_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str = "broadcast") -> None:
     """Read one round, then, when told, the rest; report the error and how long it took to come."""
-    loader = loader_of(replica_of(port, rank, size), CountingQueue())
+    loader = loader_of(replica_of(port, rank, size, fetch), CountingQueue())
     loader.next_partition()
     pipe.send(next(iter(loader)).indices)
     pipe.recv()

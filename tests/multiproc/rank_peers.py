@@ -1,6 +1,11 @@
 """An engine of two ranks for tests: processes with a `RankReceiver` each, driven over pipes as in `weight_peers`."""
 
+import itertools
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -13,6 +18,7 @@ from weight_peers import CPU, run_commands, stop_in_broadcast
 from weight_run import ask_all
 
 from asyncflow.device import connect_group
+from asyncflow.errors import EngineFailed
 from weightsync import version_cache
 from weightsync.plan import Need
 from weightsync.receiver import Following, RankReceiver
@@ -25,9 +31,11 @@ NUM_RANKS = 2
 class Ranks:
     """The engine, in the test's process; implements `RanksEngine`."""
 
-    def __init__(self, start: Callable[..., Any], setup: Setup) -> None:
-        self._start, self._setup = start, setup
+    def __init__(self, start: Callable[..., Any], setup: Setup, port: int) -> None:
+        self._start, self._setup, self._port = start, setup, port
         self.ranks: list[Any] = []
+        self.pauses: list[Version] = []
+        self.closed = threading.Event()
 
     @property
     def num_ranks(self) -> int:
@@ -37,14 +45,29 @@ class Ranks:
         return needs(self._setup.wide)
 
     def follow_weights(self, following: Following) -> None:
+        self._store = pauses_of(self._port, following)
         self.ranks = [self._start(engine_rank, following, rank, self._setup) for rank in range(NUM_RANKS)]
         assert [rank.hear() for rank in self.ranks] == ["ready"] * NUM_RANKS
 
     def hold(self, version: Version) -> bool:
         return all(ask_all(self.ranks, "hold", version))
 
+    def receive_while_paused(self, version: Version, *, timeout_s: float) -> None:
+        number = len(self.pauses)
+        self.pauses.append(version)
+        self._store.set(f"pause {number}", f"{version.lineage} {version.step}")
+        resumed, deadline = [f"{rank} resumes {number}" for rank in range(NUM_RANKS)], time.monotonic() + timeout_s
+        while not self._store.check(resumed):
+            if time.monotonic() > deadline or self.closed.wait(0.01):
+                raise EngineFailed("a rank is gone")
+
     def load_held(self) -> None:
         assert ask_all(self.ranks, "load_held") == ["whole"] * NUM_RANKS
+
+
+def pauses_of(port: int, following: Following) -> PrefixStore:
+    """Return where the engine tells its ranks of pauses, beside the pipes that the test uses."""
+    return PrefixStore(f"pauses/{following.pid}/{following.fd}", credentials(port).group_store(DEADLINE_S))
 
 
 def engine_rank(port: int, pipe: Pipe, following: Following, rank: int, setup: Setup) -> None:
@@ -68,6 +91,16 @@ class Rank:
         setattr(version_cache, "private_memory", counted)  # noqa: B010 - a test's hook
         self._receiver = RankReceiver(following, rank, NUM_RANKS, CPU)
         self._version: Version | None = None
+        threading.Thread(target=self._pause, args=(pauses_of(port, following), rank), daemon=True).start()
+
+    def _pause(self, store: PrefixStore, rank: int) -> None:
+        for number in itertools.count():
+            while not store.check([f"pause {number}"]):
+                with suppress(RuntimeError):
+                    store.wait([f"pause {number}"], timedelta(seconds=DEADLINE_S))
+            lineage, step = map(int, store.get(f"pause {number}").split())
+            self._receiver.receive_while_paused(Version(lineage, step))
+            store.set(f"{rank} resumes {number}", "")
 
     def hold(self, version: Version) -> bool:
         self._version = version

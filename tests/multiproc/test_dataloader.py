@@ -20,9 +20,18 @@ def read_all(start: Start, size: int, fetch: str = "broadcast", **behaviour: int
     return heard
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.gate), 3])
-def test_ranks_of_a_replica_get_identical_rounds_from_one_fetch(start: Start, size: int) -> None:
-    heard = read_all(start, size, late=2)
+@pytest.mark.parametrize(
+    ("size", "fetch"),
+    [
+        (1, "broadcast"),
+        pytest.param(2, "broadcast", marks=pytest.mark.gate),
+        (3, "broadcast"),
+        (1, "device"),
+        (3, "device"),
+    ],
+)
+def test_ranks_of_a_replica_get_identical_rounds_from_one_fetch(start: Start, size: int, fetch: str) -> None:
+    heard = read_all(start, size, fetch, late=2)
     rounds, stopped, error, acked, requests, left = heard[0]
     assert [entry[:2] for entry in rounds] == [
         (1, (100, 101, 102)),
@@ -48,25 +57,33 @@ def test_ranks_may_each_fetch_for_themselves_columns_of_their_own(start: Start) 
     assert first[4] == second[4] == 9 + 4
 
 
-@pytest.mark.gate
-def test_stop_reaches_every_rank_at_the_same_place(start: Start) -> None:
-    heard = read_all(start, 3, stop_at=3)
+def test_every_stage_fetches_once_and_the_first_one_acks(start: Start) -> None:
+    heard = read_all(start, 4, "stage")
+    assert [len(rounds) for rounds, *_ in heard] == [6] * 4
+    assert all(rounds == heard[0][0] for rounds, *_ in heard)
+    assert [requests for *_, requests, _ in heard] == [9 + 4, 0, 9 + 4, 0]
+    assert [len(acked) for *_, acked, _, _ in heard] == [4 * 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("fetch", [pytest.param("broadcast", marks=pytest.mark.gate), "device", "stage"])
+def test_stop_reaches_every_rank_at_the_same_place(start: Start, fetch: str) -> None:
+    heard = read_all(start, 4 if fetch == "stage" else 3, fetch, stop_at=3)[:3]
     assert [len(rounds) for rounds, *_ in heard] == [3, 3, 3]
     assert [(stopped, error, left) for _, stopped, error, _, _, left in heard] == [(True, "", [])] * 3
 
 
-@pytest.mark.gate
-def test_failure_of_rank_0_is_raised_on_every_rank(start: Start) -> None:
-    heard = read_all(start, 3, fail_at=2)
+@pytest.mark.parametrize("fetch", [pytest.param("broadcast", marks=pytest.mark.gate), "device"])
+def test_failure_of_rank_0_is_raised_on_every_rank(start: Start, fetch: str) -> None:
+    heard = read_all(start, 3, fetch, fail_at=2)
     assert [len(rounds) for rounds, *_ in heard] == [1, 1, 1]
     assert [error for _, _, error, *_ in heard] == ["TransportError: controller-0 is gone"] + [
         "TransportError: controller-0 is gone (at rank 0 of replica 0)"
     ] * 2
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_dies_is_an_error_on_the_others(start: Start, victim: int) -> None:
-    ranks = [start(dying_rank if rank == victim else surviving_rank, rank, 3) for rank in range(3)]
+@pytest.mark.parametrize(("victim", "fetch"), [(0, "broadcast"), (2, "broadcast"), (0, "device"), (2, "device")])
+def test_rank_that_dies_is_an_error_on_the_others(start: Start, victim: int, fetch: str) -> None:
+    ranks = [start(dying_rank if rank == victim else surviving_rank, rank, 3, fetch) for rank in range(3)]
     assert [rank.hear() for rank in ranks] == [(100, 101, 102)] * 3
     ranks[victim].signal(signal.SIGKILL)
     ranks[victim].end_by_signal()

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ class User:
     """What uses the engine, in this process."""
 
     def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
-        self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
+        self.engine = Ranks(run._start, run.setup, store.port)
+        self.said, self.arrived = Said(), threading.Event()
         job = Job(
             "127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.from_wall_clock()
         )
@@ -65,9 +66,25 @@ class User:
 
 
 @pytest.fixture(name="open_user")
-def _open_user(weight_run: WeightRun, store: TCPStore, tmp_path: Path) -> Callable[[], User]:
+def _open_user(weight_run: WeightRun, store: TCPStore, tmp_path: Path) -> Iterator[Callable[[], User]]:
     weight_run.configure(broadcast=True, timeout_s=DEADLINE_S)
-    return lambda: User(weight_run, store, tmp_path)
+    users: list[User] = []
+
+    def open_one() -> User:
+        users.append(User(weight_run, store, tmp_path))
+        return users[-1]
+
+    yield open_one
+    for user in users:
+        user.engine.closed.set()
+        for rank in user.engine.ranks:
+            rank.kill()
+        user.receiver.close()
+    wait_until(
+        lambda: all(thread.name != "weight-ranks" for thread in threading.enumerate()),
+        "threads are left",
+        deadline_s=60,
+    )
 
 
 def broadcast_until_all_take_part(run: WeightRun, user: User, versions: Any) -> Version:
@@ -93,6 +110,7 @@ def test_ranks_load_one_version_of_which_each_keeps_a_share(
         user.load(version)
         newest = version
     assert user.receiver.newest == user.held == newest
+    assert newest in user.engine.pauses, "versions are broadcast to several ranks in pauses alone"
     assert weight_run.status().holders == {}
     copies = ask_all(user.engine.ranks, "copies")
     assert all(each and max(each) < weight_run.plan().region_bytes for each in copies), copies

@@ -29,9 +29,16 @@ def figures(cwd: Path, name: str, ranks: int, *settings: str) -> list[list[float
 def test_a_run_with_shared_models_is_that_of_whole_ones(tmp_path: Path) -> None:
     whole = figures(tmp_path, "whole", 1)
     shared = figures(tmp_path, "shared", 2, "ref.engine=fsdp", "ref.shards=2", "reward.model.shards=2")
-    assert len(whole) == len(shared) == 3
-    for one, other in zip(whole, shared, strict=True):
-        assert all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(one, other, strict=True)), (
-            one,
-            other,
-        )
+    again = figures(
+        tmp_path, "again", 2, "ref.engine=fsdp", "ref.shards=2", "reward.model.shards=2", "tq.replica_fetch=each"
+    )
+    by_device = figures(
+        tmp_path, "device", 2, "ref.engine=fsdp", "ref.shards=2", "reward.model.shards=2", "tq.replica_broadcast=device"
+    )
+    for found in (shared, again, by_device):
+        assert len(whole) == len(found) == 3
+        for one, other in zip(whole, found, strict=True):
+            assert all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(one, other, strict=True)), (
+                one,
+                other,
+            )

@@ -1,4 +1,4 @@
-"""Replicas of the trainer: over what their rows travel."""
+"""Ranks that share rows: over what their rows travel."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,22 +7,74 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tq.client.dataloader import Replica
+from tq.config import QueueConfig, ReplicaFetch
 from workers.rank import peers as replicas
 from workers.rank.peers import ReplicaPlace, open_replica
+from workers.settings.engines import ActorConfig
+
+CUDA = torch.device("cuda:1")
 
 
-def test_rows_travel_over_gloo_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A communicator of the device beside the model's could wait for it, and it for that."""
-    connected: list[str] = []
+@pytest.fixture(name="connected")
+def _connected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(device, rank, size) of every group that is connected."""
+    made: list[tuple[str, int, int]] = []
 
     def connect(store: Any, rank: int, size: int, device: torch.device) -> Any:
-        connected.append(device.type)
+        made.append((device.type, rank, size))
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
     monkeypatch.setattr(replicas, "connect_group", connect)
+    return made
+
+
+def open_at(place: ReplicaPlace, fetch: str = "broadcast", broadcast: str = "host") -> Replica | None:
     context: Any = SimpleNamespace(
-        device=torch.device("cuda:1"), gang=SimpleNamespace(name="actor"), job=SimpleNamespace(lineage=0), attempt=0,
-        config=SimpleNamespace(launcher=SimpleNamespace(operation_timeout_s=1.0)), new_store=lambda _: HashStore(),
+        device=CUDA, gang=SimpleNamespace(name="actor"), job=SimpleNamespace(lineage=0), attempt=0,
+        config=SimpleNamespace(
+            launcher=SimpleNamespace(operation_timeout_s=1.0),
+            tq=QueueConfig.model_validate({"replica_broadcast": broadcast}),
+        ),
+        new_store=lambda _: HashStore(),
     )  # fmt: skip
-    assert open_replica(context, ReplicaPlace(0, 1, ((0, 1),), 1)) is not None
-    assert connected == ["cpu"]
+    groups: Any = lambda within_stage: ("of the stage" if within_stage else "of the replica",)  # noqa: E731
+    return open_replica(context, place, ReplicaFetch(fetch), groups)
+
+
+def test_rows_travel_over_gloo_whatever_the_device(connected: list[Any]) -> None:
+    """A communicator of the device beside the model's could wait for it, and it for that."""
+    replica = open_at(ReplicaPlace(0, 1, ((0, 1),), 1))
+    assert replica is not None
+    assert (replica.route, replica.in_program_order) == (None, False)
+    assert connected == [("cpu", 1, 2)]
+
+
+@pytest.mark.parametrize(("fetch", "groups"), [("broadcast", "of the replica"), ("stage", "of the stage")])
+def test_from_device_to_device_they_take_the_groups_of_the_engine(
+    connected: list[Any], fetch: str, groups: str
+) -> None:
+    replica = open_at(ReplicaPlace(0, 1, ((0, 1, 2, 3),), 1, 2), fetch, "device")
+    assert replica is not None
+    assert replica.route is not None
+    assert (replica.route.groups, replica.route.device, replica.in_program_order) == ((groups,), CUDA, True)
+    assert [device for device, *_ in connected] == ["cpu"], "it makes no communicator of its own"
+
+
+def test_stages_distribute_rows_by_themselves(connected: list[Any]) -> None:
+    """Tensor 2, data 2, pipeline 2: replica 1 is ranks 2 3 of the first stage, 6 7 of the second."""
+    actor = ActorConfig.model_validate(
+        {"engine": "megatron", "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+    )
+    found = {}
+    for rank in (2, 3, 6, 7):
+        place = ReplicaPlace.of_rank(actor, rank, 8)
+        replica = open_at(place, "stage")
+        assert replica is not None
+        found[rank] = (place.stage_ranks, replica.fetches, replica.acks, connected[-1][1:])
+    assert found == {
+        2: ((2, 3), True, True, (0, 2)),
+        3: ((2, 3), False, False, (1, 2)),
+        6: ((6, 7), True, False, (0, 2)),
+        7: ((6, 7), False, False, (1, 2)),
+    }

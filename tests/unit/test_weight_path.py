@@ -26,6 +26,9 @@ class Engine:
     def load_held(self) -> None:
         """Not called here."""
 
+    def receive_while_paused(self, version: Any, *, timeout_s: float) -> None:
+        """Not called here."""
+
     def load_weights(self, weights: Any, *, adopt: bool) -> None:
         """Not called here."""
 

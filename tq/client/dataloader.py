@@ -12,13 +12,15 @@
 It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it, too.
 
 A separate thread leases and reads ahead, also beyond the partition's end. In a data-parallel replica rank 0 fetches and
-that thread broadcasts, so the caller's thread only takes finished batches.
+that thread broadcasts, so the caller's thread only takes finished batches. Only a broadcast from device to device is
+made by the caller's thread.
 """
 
 import random
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -30,7 +32,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow import errors
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.device import abort_group
+from asyncflow.device import abort_group, to_device
 from asyncflow.errors import AsyncFlowError, ConfigError, LeaseFenced, PeerRefused, TransportError
 from asyncflow.transport.frame import Payload, aligned
 from tq.client.arguments import as_columns, check_names
@@ -39,7 +41,7 @@ from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
 from tq.client.session import StallMonitor
 from tq.columns import PackedBatch
-from tq.config import ReplicaFetch
+from tq.config import ReplicaBroadcast, ReplicaFetch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 from tq.policies import split_by_tokens, split_evenly
 from tq.wire import ColumnHeader, describe, unpack
@@ -54,8 +56,18 @@ from tq.wire import ColumnHeader, describe, unpack
 # partition, any error) travels like an item: no rank waits for rows that will not come. A rank that dies breaks the
 # group's pairs, so the others' broadcast fails. int64 columns travel as narrow as their values allow.
 #
-# With `ReplicaFetch.EACH` there is no broadcast: every rank (such as a pipeline stage with its own columns) asks
-# for the same rounds and is granted the same leases, which rank 0 acknowledges.
+# With a `DeviceRoute` the buffer (all columns' lengths, then their values, without padding) goes from device to device:
+#
+#     rank 0, a thread   lease, read ... next round ...
+#     rank 0             header (Gloo) | buffer -> device -> broadcast | forward, backward | header ...
+#     others             header        |            broadcast -> host  | forward, backward | header ...
+#
+# The thread that computes issues it, in the groups in which it computes. So all ranks have the same order of
+# collectives in each of them, and no communicator waits beside another. Ranks wait for rows in the header's broadcast,
+# in the host: no collective of the device is begun before its buffer exists.
+#
+# With `ReplicaFetch.STAGE` these ranks are those of one pipeline stage. With `EACH` there is no broadcast. Either way
+# several ranks ask for the same rounds and are granted the same leases, which rank 0 of the whole replica acknowledges.
 
 Round = tuple[LeaseGrant, PackedBatch]
 """One rank's lease in a round, and its rows."""
@@ -79,13 +91,36 @@ class _Envelope(msgspec.Struct):
     columns: list[ColumnHeader] = []
 
 
+@dataclass(frozen=True)
+class DeviceRoute:
+    """How a buffer gets from rank 0's device to this rank's: one broadcast in each group, from the group's first rank.
+
+    The groups are those in which these ranks compute, in the order in which the buffer passes them; this rank is in
+    all, and the first rank of every group but the first one has the buffer from the group before.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device
+
+    def carry(self, host: Tensor, *, sends: bool) -> Tensor:
+        """Return rank 0's buffer, uint8 in host memory of a size that 8 divides; elsewhere `host` is only its size."""
+        words = host.view(torch.int64)  # a type that every vendor's collectives have
+        there = to_device([words], self.device)[0] if sends else torch.empty_like(words, device=self.device)
+        for group in self.groups:
+            dist.broadcast(there, src=dist.get_process_group_ranks(group)[0], group=group)
+        return host if sends else there.cpu().view(torch.uint8)
+
+
 class Replica:
     """The ranks that share rows. One thread per rank calls its collectives; any thread may call `abort`.
 
     Args:
-        group: a Gloo group of the replica's ranks, used for nothing else (`asyncflow.device.connect_group`): rows are
-            in host memory, and a device communicator would wait beside the model's. With `EACH` only its ranks matter.
+        group: a Gloo group of the replica's ranks, used for nothing else (`asyncflow.device.connect_group`); with
+            `STAGE`, of the ranks of this pipeline stage. With `EACH` only its ranks matter.
         fetch: which ranks ask the queue; None: as the config of the loader's client says (`tq.replica_fetch`).
+        acks: whether `group` has the rank that acknowledges for the whole replica, its first one.
+        route: what carries rows instead of `group`, if they go from device to device; then the thread that computes has
+            to call `relay` and `share`.
     """
 
     def __init__(
@@ -94,10 +129,14 @@ class Replica:
         name: str = "replica",
         *,
         fetch: ReplicaFetch | None = None,
+        acks: bool = True,
+        route: DeviceRoute | None = None,
     ) -> None:
         self.name = name
         self.fetch = fetch
         """Which ranks ask the queue; None until a loader has decided."""
+        self.route = route
+        self._acks = acks
         self._group = group
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._aborted = False
@@ -106,7 +145,7 @@ class Replica:
     def shares(self) -> bool:
         """Whether rank 0's rows are broadcast."""
         assert self.fetch is not None, "neither the caller nor a loader decided which ranks fetch"
-        return self.fetch is ReplicaFetch.BROADCAST and self._group.size() > 1
+        return self.fetch is not ReplicaFetch.EACH and self._group.size() > 1
 
     @property
     def fetches(self) -> bool:
@@ -117,28 +156,35 @@ class Replica:
     @property
     def acks(self) -> bool:
         """Whether this rank acknowledges the replica's leases."""
-        return self._group.rank() == 0
+        return self._acks and self._group.rank() == 0
+
+    @property
+    def in_program_order(self) -> bool:
+        """Whether rows travel between the caller's other collectives, in its thread."""
+        return self.shares and self.route is not None
 
     def relay(self, items: Iterator[Round | NoRows] | None) -> Iterator[Round | NoRows]:
         """Yield rank 0's `items` (None elsewhere) on every rank; all ranks iterate, in one thread each.
 
         An error of `items` is raised on every rank; TransportError: a rank of the replica is gone.
         """
-        if items is None:
-            while (item := self._receive_item()) is not None:
-                yield item
-            return
-        more = True
-        while more:
+        while True:
             try:
-                item = next(items, None)
+                item = None if items is None else next(items, None)
             except Exception as error:  # the other ranks wait for this: they raise it too
                 self._broadcast_envelope(_Envelope(failure=Failure(type(error).__name__, str(error))))
                 raise
-            more = item is not None
-            self._broadcast_item(item)
-            if item is not None:
-                yield item
+            item = self.share(item)
+            if item is None:
+                return
+            yield item
+
+    def share(self, item: Round | NoRows | None) -> Round | NoRows | None:
+        """Return rank 0's `item` on every rank; what the others pass is ignored. Raises as `relay` does."""
+        if self._group.rank():
+            return self._receive_item()
+        self._broadcast_item(item)
+        return item
 
     def abort(self) -> None:
         """End the group, from any thread: calls that wait in it raise `TransportError`, here and on other ranks."""
@@ -148,7 +194,7 @@ class Replica:
 
     def _broadcast_item(self, item: Round | NoRows | None) -> None:
         if isinstance(item, tuple):
-            headers, payload = describe(item[1].columns, narrow=True)
+            headers, payload = describe(item[1].columns, narrow=True, lengths_first=True)
             self._broadcast_envelope(_Envelope(item[0], columns=headers), payload)
         else:
             self._broadcast_envelope(_Envelope(item))
@@ -156,22 +202,27 @@ class Replica:
     def _broadcast_envelope(self, envelope: _Envelope, payload: Payload | None = None) -> None:
         payload = payload or Payload([])
         meta = msgspec.msgpack.encode(envelope)
-        total = aligned(len(meta)) + payload.num_bytes
+        carried = Payload([]) if self.route is not None else payload
+        total = aligned(len(meta)) + carried.num_bytes
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         header[: _SIZES.size] = torch.frombuffer(
             bytearray(_SIZES.pack(len(meta), payload.num_bytes)), dtype=torch.uint8
         )
         body = header[_SIZES.size :][:total] if _fits(total) else self._get_send_buffer(total)
         body[: len(meta)] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-        payload.write(body[aligned(len(meta)) :])
+        carried.write(body[aligned(len(meta)) :])
         self._broadcast_tensor(header)
         if not _fits(total):
             self._broadcast_tensor(body)
+        if self.route is not None and payload.num_bytes:
+            buffer = self._get_send_buffer(payload.num_bytes)
+            payload.write(buffer)
+            self._carry(self.route, buffer, sends=True)
 
     def _receive_item(self) -> Round | NoRows | None:
         header = self._broadcast_tensor(torch.empty(HEADER_BYTES, dtype=torch.uint8))
         meta_bytes, payload_bytes = _SIZES.unpack(header[: _SIZES.size].numpy().tobytes())
-        total = aligned(meta_bytes) + payload_bytes
+        total = aligned(meta_bytes) + (0 if self.route is not None else payload_bytes)
         fits = _fits(total)
         body = header[_SIZES.size :][:total] if fits else self._broadcast_tensor(torch.empty(total, dtype=torch.uint8))
         envelope = msgpack_decoder(_Envelope).decode(body[:meta_bytes].numpy().tobytes())
@@ -180,7 +231,10 @@ class Replica:
         granted = envelope.answer
         if not isinstance(granted, LeaseGrant):
             return granted
-        columns = unpack(envelope.columns, body[aligned(meta_bytes) :])
+        payload = body[aligned(meta_bytes) :]
+        if self.route is not None and payload_bytes:
+            payload = self._carry(self.route, torch.empty(payload_bytes, dtype=torch.uint8), sends=False)
+        columns = unpack(envelope.columns, payload, lengths_first=True)
         return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
     def _broadcast_tensor(self, tensor: Tensor) -> Tensor:
@@ -190,11 +244,20 @@ class Replica:
             self._group.broadcast([tensor]).wait()
             return tensor
         except RuntimeError as error:
-            self.abort()  # other ranks do not notice on their own: a broadcast does not touch every pair
-            raise TransportError(
-                f"{self.name}: a broadcast among its {self._group.size()} ranks failed at rank {self._group.rank()}: "
-                f"one of them died or left"
-            ) from error
+            raise self._end_broken(error) from error
+
+    def _carry(self, route: DeviceRoute, host: Tensor, *, sends: bool) -> Tensor:
+        try:
+            return route.carry(host, sends=sends)
+        except RuntimeError as error:
+            raise self._end_broken(error) from error
+
+    def _end_broken(self, error: RuntimeError) -> TransportError:
+        self.abort()  # other ranks do not notice on their own: a broadcast does not touch every pair
+        return TransportError(
+            f"{self.name}: a broadcast among its {self._group.size()} ranks failed at rank {self._group.rank()}: "
+            f"one of them died or left ({error})"
+        )
 
     def _get_send_buffer(self, num_bytes: int) -> Tensor:
         # Reuse the buffer: faulting in fresh pages would cost as much as the copy.
@@ -217,6 +280,14 @@ ALL_ROWS = 2**31 - 1
 """`FetchRound.num_rows` of a loader whose rounds are limited by tokens alone."""
 
 _EMPTY = PackedBatch((), {})
+
+
+def _without_deadlines(items: Iterable[Round | NoRows]) -> Iterator[Round | NoRows]:
+    for item in items:
+        if isinstance(item, tuple) or item.reason is not NoRowsReason.DEADLINE:
+            yield item
+
+
 _RETRY_S = 1.0
 _JOIN_S = 5.0
 _WORKERS = "a StreamingDataLoader reads ahead by itself and cannot move into worker processes; use num_workers=0"
@@ -254,7 +325,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         producers_setting: the user's name for that limit, for the error.
 
     Raises:
-        ConfigError: a round has no size, or it is not known which ranks of the replica fetch.
+        ConfigError: a round has no size, or it is not known which ranks of the replica fetch, or how rows reach them.
     """
 
     def __init__(
@@ -281,6 +352,11 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
                     f"loader of {task}: give every rank of {replica.name} its client, or Replica(fetch=...)"
                 )
             replica.fetch = client.replica_fetch
+            if replica.route is None and client.replica_broadcast is ReplicaBroadcast.DEVICE and replica.shares:
+                raise ConfigError(
+                    f"loader of {task}: tq.replica_broadcast is device; give {replica.name} the groups of its devices, "
+                    f"Replica(route=...)"
+                )
         if replica is not None and not replica.fetches:
             client = None
         else:
@@ -315,6 +391,9 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
+        self._rounds: Iterator[Round | NoRows] | None = None  # what the caller's thread takes
+        self._failure: Exception | None = None  # of a replica's relay, which cannot go on after it
+        self._is_over = False  # whether the iteration came to an end on all ranks
 
     @property
     def partition(self) -> int:
@@ -443,11 +522,14 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self.stopped = True
         self._acks.close()
         ahead, replica = self._ahead, self._replica
+        if replica is not None and replica.in_program_order:
+            if not self._is_over:
+                replica.abort()  # ranks of the replica that still read get an error
+        elif replica is not None and replica.shares and ahead is not None and ahead.alive:
+            replica.abort()
         if ahead is None:
             return
         ahead.close()
-        if replica is not None and replica.shares and ahead.alive:
-            replica.abort()  # ranks of the replica that still read get an error
         # A parked fetch cannot be interrupted; its thread ends with it.
         if not self._asking:
             ahead.join(_JOIN_S)
@@ -462,10 +544,17 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def _start_reading(self) -> None:
         if get_worker_info() is not None:
             raise ConfigError(_WORKERS)
-        if self._ahead is None and not self._closing.is_set():
-            name = f"prefetch-{self._request.task}"
-            source = self._open_source(self._partition + 1)
-            self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing)
+        if self._rounds is not None or self._closing.is_set():
+            return
+        first, name, replica = self._partition + 1, f"prefetch-{self._request.task}", self._replica
+        if replica is None or not replica.in_program_order:
+            source = self._open_source(first)
+            self._rounds = self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing)
+            return
+        if self._client is not None:
+            answers = self._iterate_wanted_answers(first)
+            self._ahead = ReadAhead(answers, depth=self._prefetch, name=name, closing=self._closing)
+        self._rounds = _without_deadlines(replica.relay(self._ahead))
 
     def _iterate_rounds(self, kept: list[Round] | None = None) -> Iterator[Round]:
         self._start_reading()
@@ -473,15 +562,25 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             return
         while True:
             self._refuse_owed_put()
-            item = next(self._ahead, None) if self._ahead is not None else None
+            item = self._next_item()
             if not isinstance(item, tuple):
                 self._read_to_end = item is not None and item.reason is NoRowsReason.PARTITION_DONE
+                self._is_over = not self._read_to_end or self._partition >= self._last
                 self.stopped = self.stopped or not self._read_to_end
                 return
             self._held.append(item[0])
             if kept is not None:
                 kept.append(item)
             yield item
+
+    def _next_item(self) -> Round | NoRows | None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return None if self._rounds is None else next(self._rounds, None)
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _refuse_owed_put(self) -> None:
         if self._owes_put:
@@ -516,8 +615,14 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             items = self._replica.relay(self._iterate_answers(first) if self._client is not None else None)
         else:
             items = self._iterate_answers(first)
-        for item in items:
-            if isinstance(item, tuple) or item.reason is not NoRowsReason.DEADLINE:
+        return _without_deadlines(items)
+
+    def _iterate_wanted_answers(self, first: int) -> Iterator[Round | NoRows]:
+        """As `_iterate_answers`; a deadline is of use only while the caller's thread waits, and the other ranks do."""
+        for item in self._iterate_answers(first):
+            ahead = self._ahead
+            is_deadline = isinstance(item, NoRows) and item.reason is NoRowsReason.DEADLINE
+            if not is_deadline or (ahead is not None and ahead.is_awaited):
                 yield item
 
     def _iterate_answers(self, first: int) -> Iterator[Round | NoRows]:

@@ -31,7 +31,7 @@ from tq.client.arguments import (
 from tq.client.lease import Lease, LeaseStream
 from tq.client.session import DataPlane, QueueSession, expect
 from tq.columns import Column, PackedBatch
-from tq.config import QueueConfig, ReplicaFetch
+from tq.config import QueueConfig, ReplicaBroadcast, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,
     ClearPartition,
@@ -189,6 +189,11 @@ class QueueClient:
     def replica_fetch(self) -> ReplicaFetch:
         """Which of the ranks that share rows fetch, by the queue's config."""
         return self._config.replica_fetch
+
+    @property
+    def replica_broadcast(self) -> ReplicaBroadcast:
+        """What carries rows between the ranks of a replica, as the queue's config says."""
+        return self._config.replica_broadcast
 
     def close(self) -> None:
         """Leave the queue; leases return. Idempotent."""

@@ -41,6 +41,8 @@ class ReadAhead(Generic[T]):
         self._items: deque[T] = deque()
         self._failure: Exception | None = None
         self._ended = False
+        self.is_awaited = False
+        """Whether the taker is waiting for an item."""
         self._thread = threading.Thread(target=self._read_source, name=name, daemon=True)
         self._thread.start()
 
@@ -54,7 +56,9 @@ class ReadAhead(Generic[T]):
     def __next__(self) -> T:
         """Wait for the next item; raises the source's own error once everything before it was taken."""
         with self._changed:
+            self.is_awaited = True
             self._changed.wait_for(lambda: self._items or self._ended or self._closing.is_set())
+            self.is_awaited = False
             if self._closing.is_set():
                 raise StopIteration
             if self._items:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from asyncflow.process import keep_freed_memory
 from asyncflow.registry import Registry
@@ -82,6 +83,21 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     model_dir = Path(config.critic.path or config.model.path)
     training = config.critic.training(config.actor).for_run(config.steps)
     return FsdpValueEngine(model_dir, training, device=device, seed=config.seed)
+
+
+def row_groups(engine: str, within_stage: bool) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of devices in which an engine of this name computes, as a `tq.client.dataloader.DeviceRoute`
+    takes them; the engine was built before. They make no communicator that the engine has not.
+
+    Args:
+        within_stage: from the first rank of this rank's pipeline stage, not from the replica's first one.
+    """
+    if engine != "megatron":
+        assert dist.group.WORLD is not None, "the engine is built over the default group"
+        return (dist.group.WORLD,)
+    from workers.engines.megatron.megatron_model import row_groups as of_megatron
+
+    return of_megatron(within_stage)
 
 
 def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:

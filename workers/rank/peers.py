@@ -6,7 +6,7 @@ end the process instead.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,11 +21,12 @@ from torch.distributed import PrefixStore
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import connect_group, group_backends
 from asyncflow.errors import DeadlineExceeded
-from tq.client.dataloader import Replica
+from tq.client.dataloader import DeviceRoute, Replica
 from tq.columns import Column
+from tq.config import ReplicaBroadcast, ReplicaFetch
 from tq.wire import ColumnHeader, describe, unpack
 from workers.rank.context import WorkerContext
-from workers.settings.engines import ActorConfig
+from workers.settings.engines import ActorConfig, RefConfig
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
@@ -139,8 +140,14 @@ def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[b
 #     lead      queue -> rows -> columns -> forward_backward, ledger, statistics
 #                         |         |
 #     others              '-> rows  '-> columns -> forward_backward        (`dataloader`, `ReplicaPeers.share_columns`)
+#
+# Rows get from the lead to the others as `tq.replica_fetch` and `tq.replica_broadcast` say; so they do among the ranks
+# of a model that is not trained, which are one replica (`workers.tasks.task_worker`).
 
 _CPU = torch.device("cpu")
+
+# Whether inside of a pipeline stage -> the groups of a `DeviceRoute`.
+DeviceGroups = Callable[[bool], tuple[dist.ProcessGroup, ...]]
 
 
 @dataclass(frozen=True)
@@ -150,8 +157,9 @@ class ReplicaPlace:
     # Its replica's number, and how many there are
     index: int
     count: int
-    members: tuple[tuple[int, ...], ...]  # Ranks of every replica, each with its lead first
+    members: tuple[tuple[int, ...], ...]  # Ranks of every replica, stage by stage; the first one is its lead
     rank: int  # This rank
+    num_stages: int = 1  # Pipeline stages of a replica
 
     @staticmethod
     def of_rank(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
@@ -160,7 +168,13 @@ class ReplicaPlace:
             return ReplicaPlace(rank, num_ranks, tuple((one,) for one in range(num_ranks)), rank)
         layout = actor.megatron.layout(num_ranks)
         members = tuple(layout.replica_ranks(replica) for replica in range(layout.replicas))
-        return ReplicaPlace(layout.place(rank).replica, layout.replicas, members, rank)
+        return ReplicaPlace(layout.place(rank).replica, layout.replicas, members, rank, layout.stages)
+
+    @staticmethod
+    def of_copy(ref: RefConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
+        """Return the place of `rank` in a copy of a model that is not trained."""
+        stages = ref.megatron.pipeline_parallel if ref.engine == "megatron" else 1
+        return ReplicaPlace(0, 1, (tuple(range(num_ranks)),), rank, stages)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -171,17 +185,45 @@ class ReplicaPlace:
         """Whether this rank fetches, counts and acknowledges for its replica."""
         return self.ranks[0] == self.rank
 
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.ranks.index(self.rank) * self.num_stages // len(self.ranks)
 
-def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: one rank."""
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Ranks of this replica in this rank's pipeline stage."""
+        size = len(self.ranks) // self.num_stages
+        return self.ranks[self.stage * size : (self.stage + 1) * size]
+
+
+def open_replica(
+    context: WorkerContext,
+    place: ReplicaPlace,
+    fetch: ReplicaFetch,
+    device_groups: DeviceGroups,
+) -> Replica | None:
+    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: one rank.
+
+    Args:
+        fetch: with `STAGE` every pipeline stage distributes by itself.
+        device_groups: see `row_groups` of `workers.engines.load_engine`; used with `tq.replica_broadcast: device`.
+    """
     if len(place.ranks) == 1:
         return None
+    by_stage = fetch is ReplicaFetch.STAGE
+    ranks, part = (place.stage_ranks, f"-stage-{place.stage}") if by_stage else (place.ranks, "")
     # A long timeout: ranks wait here for rows; every `tq.request_timeout_s` the lead tells them that none came.
     store = context.new_store(context.config.launcher.operation_timeout_s)
-    keys = f"replica/{context.gang.name}/{context.job.lineage}/{context.attempt}/{place.index}"
-    number, size = place.ranks.index(place.rank), len(place.ranks)
-    group = connect_group(PrefixStore(keys, store), number, size, _CPU)
-    return Replica(group, f"replica {place.index} of {context.gang.name}")
+    keys = f"replica/{context.gang.name}/{context.job.lineage}/{context.attempt}/{place.index}{part}"
+    group = connect_group(PrefixStore(keys, store), ranks.index(place.rank), len(ranks), _CPU)
+    route = None
+    if context.config.tq.replica_broadcast is ReplicaBroadcast.DEVICE:
+        route = DeviceRoute(device_groups(by_stage), context.device)
+    name = f"replica {place.index} of {context.gang.name}"
+    if by_stage:
+        name = f"stage {place.stage} of {name}"
+    return Replica(group, name, fetch=fetch, acks=place.ranks[0] in ranks, route=route)
 
 
 class ReplicaPeers:

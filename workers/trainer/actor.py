@@ -44,7 +44,7 @@ from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, s
 from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.data.model_files import model_fingerprint
 from workers.engines.base import ValueEngine
-from workers.engines.load_engine import load_train_engine, load_value_engine
+from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
 from workers.rank.context import REWARD, ROLLOUT, WorkerContext
@@ -114,7 +114,7 @@ class Actor:
             config.actor,
             rank=place.index,
             num_ranks=place.count,
-            replica=open_replica(context, place),
+            replica=open_replica(context, place, config.tq.replica_fetch, partial(row_groups, config.actor.engine)),
         )
         policy = policy_learner(config, self._engine)
         self._counts = place.leads

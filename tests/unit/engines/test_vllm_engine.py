@@ -404,6 +404,44 @@ def test_ranks_load_what_they_hold_and_let_it_go(model_dir: Path, sampling: Samp
     assert said[-1] == "close"
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda each: each.name)
+def test_ranks_receive_a_broadcast_in_a_pause_after_which_responses_go_on_as_they_were(
+    model_dir: Path, sampling: SamplingConfig, adapter: FakeVllm
+) -> None:
+    def draw(*, pauses: bool) -> list[list[int]]:
+        with adapter.open(model_dir, sampling) as engine:
+            llm = engine._llm
+            engine.load_weights(weights_of(model_dir))
+            receiver = SimpleNamespace(receive_while_paused=llm.calls.append, close=lambda: None)
+            llm.transfer._receiver = receiver
+            engine.submit([GenerateRequest(row, torch.tensor([3, 4]), seed=row, ticket=row) for row in range(4)])
+            finished = engine.step(SET)
+            if pauses:
+                llm.calls.clear()
+                engine.receive_while_paused(Version(0, 7), timeout_s=30)
+                assert llm.calls == ["pause keep False", Version(0, 7), "resume"]
+            while engine.num_running:
+                finished += engine.step(SET)
+        return [each.response_R.tolist() for each in sorted(finished, key=lambda each: each.index)]
+
+    assert draw(pauses=True) == draw(pauses=False)
+
+
+def test_a_broadcast_that_fails_in_a_rank_leaves_no_pause(model_dir: Path, sampling: SamplingConfig) -> None:
+    def fail(_: Version) -> None:
+        raise RuntimeError("a rank is gone")
+
+    with opened(model_dir, sampling) as engine:
+        engine.load_weights(weights_of(model_dir))
+        engine._llm.transfer._receiver = SimpleNamespace(receive_while_paused=fail, close=lambda: None)
+        with pytest.raises(EngineFailed, match=r"could not pause for weights \(a rank is gone\)"):
+            engine.receive_while_paused(Version(0, 7), timeout_s=30)
+        assert engine._llm.calls[-1] == "resume"
+        engine.submit([GenerateRequest(0, torch.tensor([3, 4]), seed=1)])
+        while engine.num_running:
+            engine.step(SET)
+
+
 def test_weights_are_cast_to_the_type_in_which_vllm_computes(model_dir: Path, sampling: SamplingConfig) -> None:
     weights = weights_of(model_dir)
     with opened(model_dir, sampling, dtype="bfloat16") as engine:

@@ -1,13 +1,9 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.models import check_broadcast
 from launcher.checks.placement import Devices, find_devices
-from launcher.config.load_config import load_config
-from workers.settings.run import RunConfig
 
 
 def make_dev(tmp_path: Path, *names: str) -> Path:
@@ -62,14 +58,3 @@ def test_requested_device_without_its_torch_is_refused(tmp_path: Path) -> None:
 
 def test_cpu_looks_at_nothing(tmp_path: Path) -> None:
     assert find_devices("cpu", dev=tmp_path / "missing", env={}) == Devices("cpu")
-
-
-def test_broadcasts_to_several_ranks_of_vllm_are_refused_on_accelerators(write_config: Callable[..., Path]) -> None:
-    def config(path: str, ranks: int) -> RunConfig:
-        changes = [f"weightsync.path={path}", f"vllm.tensor_parallel_size={ranks}", "rollout.engine=vllm"]
-        return load_config(write_config(), overrides=changes)
-
-    for path, ranks, kind in (("broadcast", 2, "cpu"), ("broadcast", 1, "cuda"), ("staged", 2, "npu")):
-        check_broadcast(config(path, ranks), kind)
-    with pytest.raises(ConfigError, match=r"broadcast would wait beside .* vLLM's 2 ranks, and on npu .*to staged"):
-        check_broadcast(config("broadcast", 2), "npu")

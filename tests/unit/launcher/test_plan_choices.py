@@ -108,10 +108,10 @@ def test_every_plan_can_be_placed_on_nodes(qwen: RunConfig) -> None:
         check_launchable(with_roles(evaluated, actor=8, rollout=8, evaluate=1), device, 24)
 
 
-def test_broadcasts_are_planned_to_vllm_of_one_rank_alone(qwen: RunConfig) -> None:
+def test_broadcasts_are_planned_to_vllm_of_several_ranks_too(qwen: RunConfig) -> None:
     config = qwen.model_copy(update={"weightsync": qwen.weightsync.model_copy(update={"path": "broadcast"})})
     plans = open_planner(config, devices=16, device="h100").find_plans()
-    assert {plan.config.vllm.tensor_parallel_size for plan in plans} == {1}
+    assert max(plan.config.vllm.tensor_parallel_size for plan in plans) > 1
 
 
 def test_no_more_processes_are_planned_than_the_queue_takes(qwen: RunConfig) -> None:

@@ -106,7 +106,7 @@ class EachFetches:
     """A rank of a replica whose ranks all fetch."""
 
     fetch = ReplicaFetch.EACH
-    shares = False
+    shares = in_program_order = False
     fetches = True
 
     def __init__(self, *, acks: bool) -> None:

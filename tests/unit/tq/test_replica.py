@@ -141,6 +141,18 @@ def test_a_replica_that_does_not_say_who_fetches_goes_by_the_clients_config(
     assert [replica.fetches for replica in replicas] == fetches
 
 
+def test_a_replica_by_device_needs_its_groups(pair: list[Replica]) -> None:
+    client = QueueClient(
+        Credentials(HashStore(), b"", 1.0), "me", config=QueueConfig.model_validate({"replica_broadcast": "device"})
+    )
+    with pytest.raises(ConfigError, match=r"replica_broadcast is device; give mine the groups of its devices"):
+        StreamingDataLoader(
+            client, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1,
+            replica=Replica(pair[0]._group, "mine"),
+        )  # fmt: skip
+    client.close()
+
+
 def test_a_rank_without_client_must_be_told_who_fetches(pair: list[Replica]) -> None:
     with pytest.raises(ConfigError, match=r"give every rank of stage its client"):
         StreamingDataLoader(

@@ -99,6 +99,21 @@ def test_stored_rows_are_read_in_any_order_from_several_puts(
         assert same(read, column.select([i for _, positions in reads for i in positions]))
 
 
+@given(columns=COLUMNS)
+def test_lengths_may_come_first(columns: dict[str, Column]) -> None:
+    headers, payload = describe(columns, narrow=True, lengths_first=True)
+    again = unpack(headers, written(payload), lengths_first=True)
+    assert all(same(again[name], column) for name, column in columns.items())
+
+
+def test_with_lengths_first_no_values_lie_between_them() -> None:
+    columns = {name: Column.of_rows([torch.tensor([7]), torch.tensor([8, 9])]) for name in "ab"}
+    _, payload = describe(columns, narrow=True, lengths_first=True)
+    whole = written(payload)
+    assert whole[:16].view(torch.int32).tolist() == [1, 2, 1, 2]
+    assert [whole[16:19].tolist(), whole[24:27].tolist()] == [[7, 8, 9]] * 2
+
+
 def test_no_columns_are_no_bytes() -> None:
     headers, payload = pack({})
     assert (headers, payload.numel()) == ([], 0)

@@ -59,6 +59,10 @@ def prepare_megatron(device: torch.device) -> None:
         ) from error
 
 
+# The ranks that share tokens with this one. Megatron, which takes them for data-parallel replicas, has no such group.
+_context_group: dist.ProcessGroup | None = None
+
+
 def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.ProcessGroup | None:
     """Create Megatron's process groups and random states; collective over the default group.
 
@@ -76,14 +80,38 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(seed)
+    global _context_group
+    own: dist.ProcessGroup | None = None
     if layout.context == 1:
+        _context_group = None
         return None
     timeout = timedelta(seconds=timeout_s)
-    own: dist.ProcessGroup | None = None
     for ranks in layout.context_ranks():  # every rank must create every group
         group = dist.new_group(list(ranks), timeout=timeout)
         own = group if dist.get_rank() in ranks else own
+    _context_group = own
     return own
+
+
+def row_groups(within_stage: bool) -> tuple[dist.ProcessGroup, ...]:
+    """Return Megatron's groups in the order in which a buffer passes them on its way from the first rank of a replica,
+    or of a stage, to this one; `join_groups` comes first.
+
+        pipeline   the first rank of every stage          then   context   its ranks with the first share of every layer
+        then   tensor   all ranks
+    """
+    from megatron.core import parallel_state
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    passed, reached = [], True  # from the last group to the first: does this rank hand the buffer on?
+    for group in (tensor, _context_group, None if within_stage else pipeline):
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        if reached:
+            passed.append(group)
+        reached = reached and dist.get_group_rank(group, dist.get_rank()) == 0
+    return tuple(reversed(passed))
 
 
 def build_network(

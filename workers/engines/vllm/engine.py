@@ -37,6 +37,7 @@ from workers.settings.vllm import VllmConfig
 #     rollout process                                        vLLM's engine process (ends with the rollout)
 #     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
+#     receive_while_paused: pause, resume .................  several ranks receive a broadcast
 #     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation)
 #
 # Running responses continue with new weights. Where vLLM reports which version drew which tokens, its scheduler pauses
@@ -155,6 +156,24 @@ class VllmEngine(TaskEngine):
     def load_held(self) -> None:
         self._load_update({})
         self._loaded = True
+
+    def receive_while_paused(self, version: Version, *, timeout_s: float) -> None:
+        # Nothing is loaded, so that responses go on as they were, with vLLM of any version: their tokens before and
+        # after the pause are of one version, and their keys and values stay.
+        async def receive() -> None:
+            self._no_swap.clear()
+            try:
+                try:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                    await self._llm.collective_rpc("receive_while_paused", args=(list(version),))
+                finally:
+                    await self._llm.resume_generation()
+            except Exception as error:
+                raise EngineFailed(f"vLLM could not pause for weights ({error}); the log above says why") from error
+            finally:
+                self._no_swap.set()
+
+        self._tasks.run_coroutine(receive(), what="vLLM's ranks to receive weights", timeout_s=timeout_s)
 
     def close(self) -> None:
         if self._llm is not None:

@@ -50,6 +50,10 @@ class AsyncFlowWorker:
         """Keep a version unchanged; False: it is not the newest here."""
         return self.weight_transfer_engine.receiver.hold(Version(*version))
 
+    def receive_while_paused(self, version: tuple[int, int]) -> None:
+        """Receive a broadcast."""
+        self.weight_transfer_engine.receiver.receive_while_paused(Version(*version))
+
     def weights_loaded(self) -> None:
         """Finish a load, and release the held version if that was loaded."""
         with set_current_vllm_config(self.vllm_config):
