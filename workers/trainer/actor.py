@@ -490,7 +490,7 @@ class AheadOfTraining:
             if batch is None:
                 return
             context.report_state(name, f"{len(batch)} rows", step=step)
-            batch = self._columns.add_columns(batch, step=step, round_rows=self._loader.round_rows)
+            batch = self._columns.add_columns(batch, step=step, largest_slice=self._loader.largest_slice)
             with context.timeline.span("put", step=step, rows=len(batch)):
                 self._loader.put({column: batch[column] for column in self._task.outputs} if len(batch) else {})
 
@@ -511,8 +511,8 @@ class WholeSteps:
         self.stopped = False
 
     @property
-    def round_rows(self) -> int:
-        return self._loader.round_rows
+    def largest_slice(self) -> int:
+        return self._loader.largest_slice
 
     def __iter__(self) -> Iterator[PackedBatch]:
         passes = self._loader.passes(2)

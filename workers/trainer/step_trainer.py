@@ -68,7 +68,7 @@ class RoundSource(Protocol):
     """What gives a step's rounds: the loader itself, or one that waits for all of them."""
 
     @property
-    def round_rows(self) -> int:
+    def largest_slice(self) -> int:
         """Most rows of any rank in the current round."""
 
     @property
