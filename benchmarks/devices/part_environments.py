@@ -48,7 +48,7 @@ def run(*, interpreters: Sequence[str], **_: int) -> dict[str, float]:
         whole = launched.last_step()[1] == STEPS and not launched.verify() and not found.updates_missing
         skipped, twice = found.skipped, found.twice + found.updates_twice
     passed = as_wanted and whole and not skipped and not twice
-    return {"environments_run": passed, "environments_skipped": skipped, "environments_twice": twice}
+    return {"environments_run": int(passed), "environments_skipped": skipped, "environments_twice": twice}
 
 
 def _have_interpreters(launched: LaunchedRun, pythons: dict[str, str]) -> bool:

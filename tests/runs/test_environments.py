@@ -21,8 +21,9 @@ def interpreters_of(launcher: int, run_dir: Path) -> dict[str, str]:
     found = {}
     for one in command.descendants(launcher):
         try:
-            if gang := command.gang_of(one.pid, run_dir):
-                found[gang] = one.cmdline()[0]
+            # One that is dying has no command line any more.
+            if (gang := command.gang_of(one.pid, run_dir)) and (words := one.cmdline()):
+                found[gang] = words[0]
         except psutil.Error:
             continue
     return found
