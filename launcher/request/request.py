@@ -52,6 +52,7 @@ from launcher.run.rundir import (
     rewrite_run_dir,
     write_plan,
 )
+from workers.data.prompt_rows import prompts_of
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class Accepted:
         for note in self.checked.notes:
             print_line(f"note: {note}")
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        identity = find_identity(config, self.checked.first_chunk) if self.place.count > 1 else software()
+        compared, chunk = self.place.count > 1 or bool(config.launcher.external_gangs), self.checked.first_chunk
+        identity = find_identity(config, chunk) if compared else software()
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         # Held before the cut: no other launcher may write meanwhile.
@@ -141,6 +143,7 @@ class Accepted:
                     started_at=started_at,
                     place=self.place,
                     identity=identity,
+                    first_prompts=prompts_of(chunk, config),
                 )
             except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:

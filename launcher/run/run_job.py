@@ -11,10 +11,10 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
@@ -87,6 +87,7 @@ def run_job(
     entrypoint: str = ENTRYPOINT,
     place: NodePlace = ONE_NODE,
     identity: Identity | None = None,
+    first_prompts: Sequence[Any] = (),
 ) -> int:
     """Run the job to its end and return the exit code: 0 done, 1 failed, 75 stopped and resumable.
 
@@ -100,7 +101,8 @@ def run_job(
         started_at: when the user's command started (unix time, s).
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
         place: how many nodes the run has; this is node 0.
-        identity: what must be equal on all nodes; None: of the software.
+        identity: what must be equal on all nodes, and in gangs that are started by hand; None: of the software.
+        first_prompts: of which it is.
 
     Raises:
         ConfigError: another node cannot take part, or the job store cannot listen on its address.
@@ -128,6 +130,9 @@ def run_job(
             # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
             choose_interfaces(store.host)  # the launcher opens channels as well
+            identity = identity or software()
+            if config.launcher.external_gangs:
+                store.announce_tokens(first_prompts, identity)
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
@@ -150,7 +155,7 @@ def run_job(
             )
             servers.say = lambda line: progress.print_event(f"warning: {line}")
             nodes = stack.enter_context(
-                RunNodes(job, run_dir, store=store, place=place, identity=identity or software(), events=events)
+                RunNodes(job, run_dir, store=store, place=place, identity=identity, events=events)
             )
             restarts = RestartLog(lineage=lineage)
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.print_event)

@@ -118,6 +118,19 @@ def test_what_a_tokenizer_makes_is_compared_by_name(tmp_path: Path) -> None:
     assert differences(first, token_identity(tokenizer, chat=True, prompts=[*asked, *asked])).startswith("first chunk")
 
 
+def test_gang_by_hand_is_compared_on_the_first_rows(data: Path) -> None:
+    """As by `JobStore.announce_tokens`."""
+    store = SealedStore(HashStore(), b"secret")
+    prompts = ["1+1=", "2+2="]
+    identity = token_identity(load_tokenizer(data.parent / "model"), chat=False, prompts=prompts)
+    store.set("first_prompts", json.dumps(prompts))
+    store.set("first/tokens", json.dumps(["the launcher", identity]))
+    context(store, data).load_tokenizer()
+    store.set("first_prompts", json.dumps(prompts[:1]))
+    with pytest.raises(ConfigError, match=r"than in the launcher: first chunk of the data \("):
+        context(store, data).load_tokenizer()
+
+
 def test_worker_with_another_wire_format_is_refused() -> None:
     store = SealedStore(HashStore(), b"secret")
     one, other = (context(store, Path("none"), name=name) for name in ("controller/0", "rollout-0/0"))

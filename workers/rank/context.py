@@ -144,10 +144,12 @@ class WorkerContext:
         """Return the model's tokenizer. Processes with other interpreters, or on other nodes, must have the same one.
         Raises ConfigError if it cannot be loaded, or produces other tokens than that of the first process."""
         tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.templates)
+        # There for gangs that are started by hand, which no launcher has asked before.
+        prompts = json.loads(self._store.get_existing(["first_prompts"]).get("first_prompts", "[]"))
         libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
         self._check_agreement(
             "tokens",
-            token_identity(tokenizer, chat=self.config.data.chat_template),
+            token_identity(tokenizer, chat=self.config.data.chat_template, prompts=prompts),
             by=f"{self.name} ({libraries}, {sys.executable})",
             what=f"model.path: the tokenizer of {self.config.model.path} gives other tokens",
             advice="use the same versions of both libraries",
