@@ -254,6 +254,7 @@ def test_interpreter_that_cannot_be_forked_from_has_its_workers_spawned_and_that
         "import threading\nthreading.Thread(target=threading.Event().wait, name='profiler', daemon=True).start()\n"
     )
     launcher = launch("train_to_the_end", first_path=site)
+    eventually(lambda: fork_servers(launcher), "the fork server", launcher)
     launcher.collect()
     code, output = launcher.finish()
     assert code == 0
