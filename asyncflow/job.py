@@ -176,6 +176,11 @@ def choose_interface(host: str) -> None:
         os.environ.setdefault(GLOO_INTERFACE, interface_towards(host))
 
 
+def own_name() -> str:
+    """Return this host's name, for people."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def is_loopback(address: str) -> bool:
     return ip_address(address).is_loopback
 

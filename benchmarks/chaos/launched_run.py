@@ -25,7 +25,7 @@ from tests.support.run_files import lines
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 _OTHER_COMMANDS = Path(sys.executable).parent / "asyncflow"
-LAUNCHER, FORK_SERVER, TRACKER = "launcher", "fork server", "resource tracker"
+LAUNCHER, FORK_SERVER = "launcher", "fork server"
 STARTING = "a starting worker"
 _POLL_S = 0.02
 _TAIL_BYTES = 1 << 14
@@ -238,7 +238,7 @@ class LaunchedRun:
                 return f"{output.parent.name}-{output.stem}"
             if process.ppid() != self.pid:
                 return STARTING
-            return TRACKER if "resource_tracker" in " ".join(process.cmdline()) else FORK_SERVER
+            return FORK_SERVER
         except (OSError, psutil.Error):
             return STARTING
 

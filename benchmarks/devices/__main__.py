@@ -1,6 +1,7 @@
 """What accelerators see: measured on one where there is one, else on fakes and the CPU.
 
     python benchmarks/devices [--json [FILE]] [--only logits,logits_time] [--rounds 3] [--layers 24]
+                              [--interpreters A/bin/python,B/bin/python,C/bin/python]
 
 `logits`, some five minutes, 7 GB: log-probabilities and entropies from hidden states (float32) through a head of
 Qwen2.5-0.5B (V 151,936, hidden 896), forward and backward. *Before* materialises the logits, as the engines did; *now*
@@ -36,6 +37,12 @@ of up to 768, by models of the shapes of Qwen2.5-0.5B and -1.5B with random weig
                             claim, while receivers and trainer ranks are killed and buckets are damaged on their way
     torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
     torn_outputs            that were compared
+
+`environments`, some three minutes, nothing without `--interpreters` for rollout, actor and reference:
+
+    environments_run        1: the quickstart with an interpreter for each of these made 20 steps, over SIGKILLs of a
+                            rollout and of the actor; `_skipped`: groups that were not trained; `_twice`: groups that
+                            were, or updates that were made, twice
 
 `late`, some forty minutes, on the fake device `late` (`tests/device`, needs g++), in both of its schedules:
 
@@ -86,6 +93,7 @@ collective per token, until three have come to both, in either schedule:
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -104,15 +112,18 @@ PARTS = sorted(file.stem.removeprefix("part_") for file in HERE.glob("part_*.py"
 @click.option("--only", default=",".join(PARTS), show_default=True, help="Parts, with commas between them.")
 @click.option("--rounds", default=3, show_default=True, help="Of what is timed.")
 @click.option("--layers", default=24, show_default=True, help="Of the timed model.")
-def main(target: str | None, only: str, rounds: int, layers: int) -> None:
+@click.option("--interpreters", default="", help="Of rollout, actor and reference, with commas between them.")
+def main(target: str | None, only: str, rounds: int, layers: int, interpreters: str) -> None:
     """Measure and print."""
     chosen = only.split(",")
     if unknown := set(chosen) - set(PARTS):
         raise click.UsageError(f"--only: there is no part {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    options: dict[str, Any] = {"rounds": rounds, "layers": layers}
     figures: dict[str, float] = {}
     for name in chosen:
         print(f"part {name}", file=sys.stderr, flush=True)
-        figures |= import_module(f"benchmarks.devices.part_{name}").run(rounds=rounds, layers=layers)
+        own = {"interpreters": list(filter(None, interpreters.split(",")))} if name == "environments" else {}
+        figures |= import_module(f"benchmarks.devices.part_{name}").run(**options, **own)
     report(target, figures, "\n".join(f"{name:24} {value:10.4g}" for name, value in figures.items()))
 
 

@@ -3,7 +3,7 @@
 Each `check_*` raises ConfigError at the first condition that fails; the message says which setting to change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -300,8 +300,11 @@ _BACKENDS = {"redis": "redis", "mooncake": "mooncake"}
 """Backend of the queue -> the library of the extra with the same name."""
 
 
-def check_libraries(config: RunConfig, *, device: str) -> None:
-    """Refuse missing libraries of the engines and the queue's backend, and engines that do not run on `device`."""
+def check_libraries(config: RunConfig, *, device: str, roles: Collection[str] | None = None) -> None:
+    """Refuse engines that do not run on `device`, and missing libraries of the engines and the queue's backend.
+
+    `roles`: those whose processes have this interpreter, on this node; None: all.
+    """
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if "evaluate" in config.roles:
         engines["evaluate"] = config.evaluate.engine
@@ -311,8 +314,9 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
         instead = f"set {role}.engine to {_OTHERWISE.get(role, 'hf')}"
         if device == "cpu" and engine in ACCELERATED:
             raise ConfigError(f"{role}.engine: {engine} needs CUDA or NPU, but this run is on the CPU; {instead}")
-        module = _MODULES.get(engine)
-        if module is not None and not is_installed(module):
+        module, users = _MODULES.get(engine), {"ref", "actor_fwd"} if role == "ref" else {role}
+        is_here = roles is None or not users.isdisjoint(roles)
+        if module is not None and is_here and not is_installed(module):
             raise ConfigError(
                 f"{role}.engine: {engine} needs the package {module}, which is not installed here; "
                 f"{install(engine, device)}, or {instead}"

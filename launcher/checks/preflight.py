@@ -13,16 +13,17 @@ from typing import NamedTuple
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from asyncflow.vendors import CPU, vendor_of
+from launcher.checks.environments import RowsToCheck, has_launchers_interpreter
 from launcher.checks.models import Models, check_models
-from launcher.checks.placement import Devices, find_devices, place_gangs
+from launcher.checks.placement import HEAD, Devices, find_devices, place_gangs
 from launcher.checks.proof_cache import check_proven
 from launcher.checks.start_notes import start_notes
-from launcher.checks.user_code import check_names, check_rollout_code
+from launcher.checks.user_code import Roles, check_names, check_rollout_code
 from launcher.config.paths import check_makeable
 from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import search_beside
-from workers.data.prompt_rows import PromptRow, ShownPrompt, check_ends, check_prompts, read_data
+from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import Parts
@@ -49,8 +50,7 @@ class Data(NamedTuple):
 
     num_prompts: int | None
     num_held_out: int
-    first_row: PromptRow | None
-    first_prompt: ShownPrompt | None
+    rows: RowsToCheck
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Preflight:
         num_reward_parameters: elements in the reward model's files; 0 without a reward model.
         memory: what each role's ranks need on their devices; see `device_memory`.
         notes: lines about settings that are valid but may not be what the user intended.
+        first_chunk: see `launcher.checks.environments.RowsToCheck`.
     """
 
     config: RunConfig
@@ -110,6 +111,11 @@ class Preflight:
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
     notes: tuple[str, ...] = ()
+    first_chunk: tuple[PromptRow, ...] = ()
+
+    @property
+    def rows_to_check(self) -> RowsToCheck:
+        return RowsToCheck(self.first_row, self.first_prompt, self.first_chunk)
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
@@ -123,20 +129,23 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
     devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
-    models, data = _check_files(config)
+    here = has_launchers_interpreter(config, HEAD)
+    models, data = _check_files(config, here)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
-        config, devices, gangs, tasks, *data, models.num_parameters, models.num_reward_parameters, models.memory,
-        num_nodes=num_nodes, notes=(*notes, *models.notes),
+        config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
+        data.rows.first_prompt, models.num_parameters, models.num_reward_parameters, models.memory,
+        num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip
 
 
-def check_node(config: RunConfig) -> Devices:
-    """Run the checks of `check_run` except placement on a node other than node 0; return this node's devices."""
+def check_node(config: RunConfig, node: int) -> tuple[Devices, RowsToCheck]:
+    """Run the checks of `check_run` except placement on a node other than node 0; return this node's devices, and what
+    the checks that need the placement look at."""
     _check_settings(config)
     devices = find_devices(config.launcher.device)
-    _check_files(config)
-    return devices
+    _, data = _check_files(config, has_launchers_interpreter(config, node))
+    return devices, data.rows
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
@@ -162,14 +171,15 @@ def _usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig) -> tuple[Models, Data]:
-    """Check all that is read from disk, then what needs a child process."""
+def _check_files(config: RunConfig, here: Roles) -> tuple[Models, Data]:
+    """Check all that is read from disk, then what needs a child process; of users' functions and of the proof of models
+    that of roles with the launcher's interpreter."""
     _check_paths(config)
-    check_names(config)
+    check_names(config, here)
     models = check_models(config)
     data = _check_data(config)
-    check_rollout_code(config)
-    check_proven(config)
+    check_rollout_code(config, here)
+    check_proven(config, [role for role in config.roles if here(role)])
     return models, data
 
 
@@ -193,7 +203,8 @@ def _check_data(config: RunConfig) -> Data:
             try_sampler(config.data, size=kept or num_rows, seed=config.seed)
     except UserCodeFailed as error:  # before the start, failing user code is a user error
         raise ConfigError(str(error)) from error
-    return Data(num_rows, len(held_out), rows[0] if rows else None, first_prompt)
+    chunk = () if config.data.source is not None else tuple(rows[:CHUNK])
+    return Data(num_rows, len(held_out), RowsToCheck(rows[0] if rows else None, first_prompt, chunk))
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:

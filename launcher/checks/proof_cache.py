@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -75,15 +75,17 @@ class ModelUse:
     parts: tuple[str, ...]
 
 
-def check_proven(config: RunConfig) -> None:
+def check_proven(config: RunConfig, roles: Collection[str] | None = None) -> None:
     """Refuse models that the run's engines do not compute correctly; unknown ones are proven in a child process.
+
+    `roles`: launched ones whose processes have this interpreter, whose libraries the proof is of; None: all.
 
     Raises:
         ConfigError: names the model, the layer and what to do.
     """
     # Proven by computing rather than by a list of families: a family's options (layer types, ALiBi, windows) matter,
     # and a list ages with transformers.
-    questions = [(use, question_of(use.path)) for use in models_of(config)]
+    questions = [(use, question_of(use.path)) for use in models_of(config, roles)]
     verdicts = [known_verdicts(question) for _, question in questions]
     missing = [
         number
@@ -101,22 +103,24 @@ def check_proven(config: RunConfig) -> None:
                 raise ConfigError(f"{use.key}: {use.path} {problem}{_advice(problem)}")
 
 
-def models_of(config: RunConfig) -> list[ModelUse]:
-    """Return the models that transformers' classes compute in this run, each with the parts it is used for."""
+def models_of(config: RunConfig, here: Collection[str] | None = None) -> list[ModelUse]:
+    """Return the models that transformers' classes compute in this run, or in its roles `here`, each with the parts it
+    is used for."""
     actor, ref, roles = config.actor, config.ref, config.roles
-    generating = {
-        engine
-        for role, engine in (
-            ("rollout", config.rollout.engine),
-            ("evaluate", config.evaluate.sampling(config.rollout).engine),
-        )
-        if role in roles
-    }
-    own = actor.engine == "fsdp"
+
+    def runs(*wanted: str) -> bool:
+        return here is None or any(role in here for role in wanted)
+
+    engines = {"rollout": config.rollout.engine, "evaluate": config.evaluate.sampling(config.rollout).engine}
+    engines = {role: engine for role, engine in engines.items() if role in roles}
+    generating = {engine for role, engine in engines.items() if runs(role)}
+    # A task whose role is not launched is the actor's.
+    own = actor.engine == "fsdp" and runs("actor")
     refers = ref.engine in ("hf", "fsdp") and (
-        bool(roles.keys() & {"ref", "actor_fwd"}) or (config.algorithm.kl_coef > 0 and actor.engine != "sim")
+        (bool(roles.keys() & {"ref", "actor_fwd"}) and runs("ref", "actor_fwd"))
+        or (config.algorithm.kl_coef > 0 and actor.engine != "sim" and runs("actor"))
     )
-    critic = config.algorithm.has_critic and actor.engine != "sim"
+    critic = config.algorithm.has_critic and actor.engine != "sim" and runs("critic" if "critic" in roles else "actor")
     parts = []
     if own or refers or "hf" in generating:
         parts += ["names", "packed"]
@@ -126,7 +130,7 @@ def models_of(config: RunConfig) -> list[ModelUse]:
         parts.append("checkpointing")
     if "hf" in generating:
         parts.append("generate")
-    if generating & {"vllm", "openai"} and own:
+    if set(engines.values()) & {"vllm", "openai"} and own:
         parts.append("export")
     path = Path(config.model.path)
     uses = [ModelUse(POLICY_KEY, path, tuple(parts))]
@@ -140,7 +144,7 @@ def models_of(config: RunConfig) -> list[ModelUse]:
             uses[0] = ModelUse(POLICY_KEY, path, tuple(dict.fromkeys((*parts, *wanted))))
         else:
             uses.append(ModelUse("critic.path", Path(config.critic.path), wanted))
-    if config.reward.model is not None:
+    if config.reward.model is not None and runs("reward"):
         uses.append(ModelUse("reward.model.path", Path(config.reward.model.path), ("score",)))
     return [use for use in uses if use.parts]
 

@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -38,23 +38,37 @@ _TRIAL_S = 60.0
 _TRIAL_TURNS = 16
 
 
-def users_functions(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+Roles = Callable[[str], bool]
+"""Whether a role's processes, and with them its functions, have this interpreter."""
+
+
+def all_roles(role: str) -> bool:
+    return True
+
+
+def users_functions(config: RunConfig, here: Roles) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield setting, name and arguments of the user's functions that are called with what AsyncFlow made."""
     for number, task in enumerate(config.tasks):
-        yield f"tasks.{number}.function", task.function, ARGUMENTS
-    if config.rollout.engine == "openai" and config.openai.update != "vllm":
+        if here(task.own_role if task.own_role in config.roles else task.host):
+            yield f"tasks.{number}.function", task.function, ARGUMENTS
+    if config.rollout.engine == "openai" and config.openai.update != "vllm" and here("rollout"):
         yield "openai.update", config.openai.update, UPDATE_ARGUMENTS
-    if config.algorithm.group_filter not in (None, ZERO_VARIANCE):
+    if config.algorithm.group_filter not in (None, ZERO_VARIANCE) and here(_scoring_role(config)):
         yield FILTER, str(config.algorithm.group_filter), FILTER_ARGUMENTS
 
 
-def check_names(config: RunConfig) -> None:
+def _scoring_role(config: RunConfig) -> str:
+    return "reward" if "reward" in config.roles else "rollout"
+
+
+def check_names(config: RunConfig, here: Roles = all_roles) -> None:
     """Check that each function, class and program that a setting names exists; imports nothing of it."""
-    check_reward(config.reward)
-    for key, name, _ in users_functions(config):
+    if here(_scoring_role(config)):
+        check_reward(config.reward)
+    for key, name, _ in users_functions(config, here):
         check_function(name, field=key)
     own = config.rollout
-    if not own.is_own:
+    if not (own.is_own and here("rollout")):
         return
     for key, function in (("rollout.function", own.function), ("rollout.agent", own.agent)):
         if function is not None and function not in FUNCTIONS.built_in:
@@ -67,14 +81,14 @@ def check_names(config: RunConfig) -> None:
         )
 
 
-def check_rollout_code(config: RunConfig) -> None:
+def check_rollout_code(config: RunConfig, here: Roles = all_roles) -> None:
     """Import the user's functions in a child, as the run will; warn about what the renderer lacks.
 
     Raises:
         ConfigError: a function cannot be used, or the model's chat template ignores tools.
     """
     own = config.rollout
-    if not own.is_own:
+    if not (own.is_own and here("rollout")):
         return
     settings = {
         "model_dir": str(Path(config.model.path)),
@@ -97,10 +111,24 @@ def check_rollout_code(config: RunConfig) -> None:
         pool.close()
 
 
-def try_functions(config: RunConfig) -> None:
+def try_users_code(
+    config: RunConfig, row: PromptRow | None, shown: ShownPrompt | None, here: Roles = all_roles
+) -> None:
+    """Import and call the user's functions, as the run will; raises ConfigError.
+
+    `row`, `shown`: the first prompt, as the data has it and as the model gets it; None: prompts are fed.
+    """
+    try_functions(config, here)
+    if row is not None and shown is not None and here(_scoring_role(config)):
+        try_rewards(config, row, shown)
+    if row is not None and here("rollout"):
+        try_rollout(config, row)
+
+
+def try_functions(config: RunConfig, here: Roles = all_roles) -> None:
     """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
     # In children, not read as source: what the import says is what the run will say.
-    pools = [_importing(*each) for each in users_functions(config)]  # all start at once
+    pools = [_importing(*each) for each in users_functions(config, here)]  # all start at once
     try:
         for pool in pools:
             pool.until_ready()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.errors import ConfigError
 from tq.policies import policy_name
 from workers.settings.algorithms import ZERO_VARIANCE
-from workers.settings.dataflow import TRAINERS
+from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.run import RunConfig
 
 Rules = Mapping[str, Callable[[RunConfig], object]]
@@ -24,7 +24,13 @@ def check_rules(config: RunConfig, rules: Rules) -> None:
             raise ConfigError(message.format(found=found, **dict(config)))
 
 
+def _unknown_role(run: RunConfig) -> str:
+    known = {*ROLES, *(task.own_role for task in run.tasks)}
+    return next((role for role in run.launcher.environments if role not in known), "")
+
+
 AT_LOADING: Rules = {
+    f"launcher.environments: {{found!r}} is not a role; roles: {' '.join(ROLES)}, and those of tasks": _unknown_role,
     "deterministic: true cannot be used with schedule.mode {schedule.mode}, where the weights of a token depend on "
     "timing; set schedule.mode to periodic or sync": lambda run: (
         run.deterministic and not run.schedule.mode.has_newest_weights

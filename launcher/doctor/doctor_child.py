@@ -23,6 +23,7 @@ from workers.calls.user_function import Callee
 CHECKS = (
     software.PACKAGES, disk.OPEN_FILES, disk.PROCESSES, disk.MEMORY, disk.DISK, network.PORTS, network.NETWORK,
     software.SLURM, devices.DEVICES, disk.SHARED_MEMORY, devices.GROUPS, network.BACKEND, software.ENGINES,
+    software.ENVIRONMENTS,
 )  # fmt: skip
 """In the order in which they run: cheap checks first, then those that import torch, then the engines."""
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 
 from asyncflow.errors import size_text
-from asyncflow.job import GangSpec
+from asyncflow.job import GangSpec, own_name
+from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Preflight
 from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
@@ -44,11 +45,13 @@ def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
     processes = sum(gang.num_ranks for gang in checked.gangs)
     memory = {what: -(-size // num_nodes) for what, size in memory_parts(checked).items() if size}
     largest_first = sorted(memory.items(), key=lambda part: -part[1])
+    engines = engines_of(config)
     return Needs(
         run_dir=str(accepted.run_dir),
         device=checked.devices.kind,
         num_nodes=num_nodes,
-        engines=engines_of(config),
+        engines=engines.pop(""),
+        environments=tuple(engines.items()),
         backend=config.tq.backend.kind,
         backend_address=config.tq.backend.address,
         shared_memory=config.tq.shared_memory,
@@ -64,14 +67,18 @@ def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
     )
 
 
-def engines_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the engines of the launched roles, and that of a reference in the actor, without duplicates."""
-    used = [config.rollout.engine, config.actor.engine]
+def engines_of(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Return interpreter ("": the launcher's) -> the engines of its launched roles, and of a reference in the actor."""
+    used = [("rollout", config.rollout.engine), ("actor", config.actor.engine)]
     if config.algorithm.kl_coef > 0:
-        used.append(config.ref.engine)
+        used.append(("ref" if "ref" in config.roles else "actor", config.ref.engine))
     if "evaluate" in config.roles:
-        used.append(config.evaluate.engine)
-    return tuple(dict.fromkeys(used))
+        used.append(("evaluate", config.evaluate.engine))
+    engines: dict[str, tuple[str, ...]] = {"": ()}
+    for role, engine in used:
+        python = config.launcher.interpreters(HEAD, own_name()).get(role, "")
+        engines[python] = tuple(dict.fromkeys((*engines.get(python, ()), engine)))
+    return engines
 
 
 def channels_of(gang: GangSpec, gangs: Sequence[GangSpec]) -> int:

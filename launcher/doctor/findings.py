@@ -58,6 +58,8 @@ class Needs:
 
     Attributes:
         run_dir: absolute; need not exist.
+        engines: of roles with the launcher's interpreter.
+        environments: (interpreter, engines) of the other roles on node 0.
         backend, backend_address: where storage units keep values.
         shared_memory: whether payloads of the queue go through shared memory.
         processes: of the run on this node, without the launcher.
@@ -74,6 +76,7 @@ class Needs:
     device: str = "cpu"
     num_nodes: int = 1
     engines: tuple[str, ...] = ()
+    environments: tuple[tuple[str, tuple[str, ...]], ...] = ()
     backend: str = "memory"
     backend_address: str = ""
     shared_memory: bool = True

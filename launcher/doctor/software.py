@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from launcher.doctor.findings import Facts, MachineCheck, Needs, error, fatal, r
 
 _OWN_NAMES = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs")
 _ANSWER_S = 8.0
+_IMPORT_S = 150.0
 _SLURM_TOOLS = ("sbatch", "srun", "scontrol")
 _CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
@@ -148,6 +150,42 @@ def import_engines(needs: Needs) -> Facts:
 ENGINES = MachineCheck(
     "engines", import_engines, (error("broken", "{module} cannot be imported ({why})", "{how}"),), "{imported}",
     180, DRIVER,
+)  # fmt: skip
+
+
+def look_at_environments(needs: Needs) -> Facts:
+    """Ask each interpreter of `launcher.environments` for its AsyncFlow, and have it import its roles' engines."""
+    from asyncflow.errors import ConfigError
+    from launcher.checks.environments import check_software
+
+    unfit: list[Facts] = []
+    broken: list[Facts] = []
+    for python, engines in needs.environments:
+        try:
+            check_software(python, engines)
+        except ConfigError as raised:
+            text, _, how = str(raised).removeprefix("launcher.environments: ").rpartition("; ")
+            unfit.append({"text": text, "how": how})
+            continue
+        own = replace(needs, engines=engines, environments=())
+        for module in needed_modules(own):
+            done = subprocess.run(
+                [python, "-P", "-c", f"import {module}"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=_IMPORT_S, check=False,
+            )  # fmt: skip
+            if done.returncode:
+                why = (done.stderr.strip() or f"ended with code {done.returncode}").rpartition("\n")[2]
+                broken.append({"python": python, "module": module, "why": why})
+    return {"unfit": unfit, "broken": broken, "places": " ".join(python for python, _ in needs.environments) or "none"}
+
+
+ENVIRONMENTS = MachineCheck(
+    "environments", look_at_environments, (
+        error("unfit", "{text}", "{how}"),
+        error("broken", "{python}: {module} cannot be imported ({why})", "install it in that environment"),
+    ),
+    "launcher.environments: {places}",
+    600, DRIVER,
 )  # fmt: skip
 
 

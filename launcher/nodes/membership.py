@@ -4,11 +4,10 @@ Hello -> Welcome .. Ready -> here       Hello that does not fit -> Refuse, and t
                                         a second launcher with the same rank -> Refuse; it may ask again
 """
 
-import os
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from asyncflow.agreement import Identity, differences
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Node
 from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
@@ -38,13 +37,13 @@ class Membership:
     Args:
         count: nodes of the run.
         devices: what the placement needs on each node.
-        version: of AsyncFlow on node 0.
+        identity: what must be equal on all nodes, as node 0 has it.
     """
 
-    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
+    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], identity: Identity) -> None:
         self._count = count
         self._devices = devices
-        self._version = version
+        self._identity = identity
         self._entries: dict[int, _Entry] = {}
         self._turned_away: dict[int, str] = {}
         self.obstacle = ""
@@ -121,8 +120,8 @@ class Membership:
     def _find_obstacle(self, hello: Hello) -> str:
         if hello.complaint:
             return hello.complaint
-        if hello.version != self._version:
-            return f"it has AsyncFlow {hello.version}, node 0 has {self._version}; install the same version everywhere"
+        if differing := differences(self._identity, hello.identity):
+            return f"it differs from node 0: {differing}; install the same versions and copy the same files everywhere"
         if hello.count != self._count:
             return f"it was started with --nnodes {hello.count}, node 0 with {self._count}; give all the same"
         if not 1 <= hello.rank < self._count:
@@ -145,11 +144,6 @@ def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUs
             if number:
                 used[node] = DevicesUsed(kind, max(used[node].count, int(number) + 1))
     return used
-
-
-def own_name() -> str:
-    """Return this host's name, for people."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _text(kind: str, count: int) -> str:

@@ -25,7 +25,7 @@ class Hello(msgspec.Struct, tag=True):
         launcher: names this process; another attempt of the same process replaces the first.
         host: for people.
         address: at which the others reach it.
-        version: of AsyncFlow.
+        identity: what must be equal on all nodes (`asyncflow.agreement`).
         device: kind of its devices, as PyTorch names it.
         num_devices: 0 for the CPU.
         complaint: why it cannot take part, or "".
@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, tag=True):
     launcher: str
     host: str
     address: str
-    version: str
+    identity: dict[str, str]
     device: str
     num_devices: int
     complaint: str = ""

@@ -4,24 +4,23 @@ NodeRun.start --> job.json --> fork server, import of torch --> join --> NodeFol
 """
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
 from asyncflow.errors import AsyncFlowError, ConfigError, RoleFailed
-from asyncflow.job import Job
+from asyncflow.job import GangSpec, Job, own_name
 from launcher.checks.placement import Devices
-from launcher.nodes.membership import own_name
 from launcher.nodes.node_messages import (
     DumpStacks,
     FinishRun,
@@ -36,7 +35,7 @@ from launcher.nodes.node_messages import (
     StopAsked,
 )
 from launcher.nodes.options import NodePlace
-from launcher.process import fork_server
+from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import GangHost, LocalGangs
 from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.process.progress import print_line
@@ -190,6 +189,8 @@ class NodeRun:
     """A command on node 1, 2, ... whose arguments were checked.
 
     Attributes:
+        check_gangs: checks what the processes of this node need, once the placement is known, and returns what must be
+            equal on all nodes; raises ConfigError.
         complaint: why this node cannot take part; node 0 is told. "": it can.
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
     """
@@ -198,6 +199,7 @@ class NodeRun:
     run_dir: Path
     settings: LauncherConfig = field(default_factory=LauncherConfig)
     devices: Devices = field(default_factory=lambda: Devices("cpu"))
+    check_gangs: Callable[[Sequence[GangSpec]], Identity] = lambda gangs: software()
     complaint: str = ""
     entrypoint: str = ENTRYPOINT
 
@@ -234,27 +236,35 @@ class NodeRun:
     ) -> tuple[End, bool]:
         """Return how it ended, and whether all of its threads ended."""
         timeout_s = COMPLAINT_TIMEOUT_S if self.complaint else self.settings.start_timeout_s
-        hello = self._make_hello()
+        launcher = secrets.token_hex(8)  # the same in every attempt
         state = f"cannot take part: {self.complaint}" if self.complaint else f"takes part in {self.run_dir}"
-        print_line(f"node {self.place.rank} of {self.place.count} ({hello.host}): {state}")
+        print_line(f"node {self.place.rank} of {self.place.count} ({own_name()}): {state}")
         search = RunSearch(self.run_dir, timeout_s=timeout_s, stopped=stopped)
         if not search.wait_for_job():
             return End(RESUMABLE, "stopped before the run began"), True
         log_file = launcher_log(self.run_dir, self.place.rank)
         stack.enter_context(logging_to(log_file))
-        stack.enter_context(fork_server.serving(log_file, threads=self.settings.threads_per_worker))
+        servers = stack.enter_context(serving(log_file, threads=self.settings.threads_per_worker))
+        servers.say = lambda line: print_line(f"warning: node {self.place.rank}: {line}")
         from launcher.nodes.link import HeadLink  # imports torch
 
         keep_torch_off_the_terminal()
-        link = search.find_run(lambda job, given_up: HeadLink.join(job, hello, inbox, given_up))
+        hellos: dict[tuple[GangSpec, ...], Hello] = {}
+
+        def join(job: Job, given_up: threading.Event) -> "HeadLink | Refuse | FinishRun":
+            if job.gangs not in hellos:  # asked again and again until node 0 answers
+                hellos[job.gangs] = self._make_hello(job, launcher)
+            return HeadLink.join(job, hellos[job.gangs], inbox, given_up)
+
+        link = search.find_run(join)
         match link:
             case None:
                 return End(RESUMABLE, "stopped before the run began"), True
             case FinishRun(code=code, line=line):
                 return End(code, line), True
-        return self._follow_run(link, inbox, log_file)
+        return self._follow_run(link, inbox, servers)
 
-    def _follow_run(self, link: "HeadLink", inbox: "SimpleQueue[Inbound]", log_file: Path) -> tuple[End, bool]:
+    def _follow_run(self, link: "HeadLink", inbox: "SimpleQueue[Inbound]", servers: ForkServers) -> tuple[End, bool]:
         def load_job() -> Job:
             job = Job.load(self.run_dir)
             if job.secret != link.job.secret:
@@ -265,24 +275,30 @@ class NodeRun:
             entrypoint=self.entrypoint,
             run_dir=self.run_dir,
             store=link.store,
-            log_file=log_file,
+            servers=servers,
+            pythons=self.settings.interpreters(self.place.rank, own_name()),
             exited=inbox.put,
             node=self.place.rank,
         )
         end = NodeFollower(self.place.rank, link, host, inbox, load_job=load_job).follow_head()
         return end, link.close(_CLOSE_TIMEOUT_S)
 
-    def _make_hello(self) -> Hello:
+    def _make_hello(self, job: Job, launcher: str) -> Hello:
+        complaint, identity = self.complaint, software()
+        try:
+            identity = identity if complaint else self.check_gangs(job.gangs)
+        except ConfigError as error:
+            complaint = str(error)
         return Hello(
             rank=self.place.rank,
             count=self.place.count,
-            launcher=secrets.token_hex(8),
+            launcher=launcher,
             host=own_name(),
             address="",
-            version=importlib.metadata.version("asyncflow-rl"),
+            identity=dict(identity),
             device=self.devices.kind,
             num_devices=self.devices.count,
-            complaint=self.complaint,
+            complaint=complaint,
         )
 
 

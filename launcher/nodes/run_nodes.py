@@ -4,18 +4,18 @@ A run on one node waits for nothing. On several, the other launchers join first;
 nodes.
 """
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from asyncflow.agreement import Identity
 from asyncflow.errors import ConfigError
-from asyncflow.job import LOOPBACK, Job, Node, address_to_listen_on, endpoint
+from asyncflow.job import LOOPBACK, Job, Node, address_to_listen_on, endpoint, own_name
 from launcher.checks.placement import HEAD
 from launcher.nodes.head import NodeHead
-from launcher.nodes.membership import Membership, needed_devices, own_name
+from launcher.nodes.membership import Membership, needed_devices
 from launcher.nodes.options import NodePlace
 from launcher.process.gang_hosts import AllHosts
 from launcher.process.job_store import JobStore
@@ -37,11 +37,19 @@ def open_store(place: NodePlace, secret: str) -> JobStore:
 class RunNodes:
     """All nodes of a run. A context manager: after it, no other launcher waits for this one.
 
-    The constructor starts to admit other launchers; `job` is as it was written, without nodes.
+    The constructor starts to admit other launchers; `job` is as it was written, without nodes. `identity`: what must be
+    equal on all of them.
     """
 
     def __init__(
-        self, job: Job, run_dir: Path, *, store: JobStore, place: NodePlace, events: "SimpleQueue[Event]"
+        self,
+        job: Job,
+        run_dir: Path,
+        *,
+        store: JobStore,
+        place: NodePlace,
+        identity: Identity,
+        events: "SimpleQueue[Event]",
     ) -> None:
         self.job = job
         self.hosts = AllHosts(events.put)
@@ -50,9 +58,7 @@ class RunNodes:
         self._events = events
         self._head: NodeHead | None = None
         if place.count > 1:
-            members = Membership(
-                place.count, needed_devices(job.gangs, place.count), importlib.metadata.version("asyncflow-rl")
-            )
+            members = Membership(place.count, needed_devices(job.gangs, place.count), identity)
             self._head = NodeHead(
                 store,
                 job.secret,

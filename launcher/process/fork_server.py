@@ -1,37 +1,44 @@
-"""Starts and ends the fork server from which all workers are forked, so that they import torch once, not each.
+"""Starts and ends the fork servers from which all workers are forked, so that they import torch once, not each.
 
-Torch-free. Call `start` as early as possible: the server imports on one core while the launcher imports on another.
-The server runs `launcher.process.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches only the
-launcher.
+Torch-free. A node has one server per interpreter that its roles have (`launcher.environments`). Start one as early as
+possible: it imports on one core while the launcher imports on another. It runs `launcher.process.preloaded`, in its own
+process group, so Ctrl-C in a terminal reaches only the launcher.
+
+    launcher                                  server                       worker
+      |-- what to run, a pipe's end (socket) -->|-- fork ------------------->|   spawn, where a fork would be unsafe
+      |<- its process id (pipe) ----------------|                            |
+      |<- it finished (pipe) ------------------------------------------------|   its function returned
+      |<- its exit code (pipe) -----------------|<- SIGCHLD -----------------|
+
+The messages are JSON, and every worker has a pipe of its own: launcher and server may be of different versions of
+Python and torch, and threads of the launcher share no lock but the socket's.
 """
 
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
 import time
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from asyncflow.process import STOP_SIGNALS, variables_set
+from asyncflow.process import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
-LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
-
+UNKNOWN_CODE = 255
+"""The exit code of a worker whose fork server is gone."""
+_COMMAND = "from launcher.process.preloaded import serve_launcher; serve_launcher()"
 _DYING_S = 1.0
 _LOOK_S = 0.02
-
-_forkserver: Any = forkserver._forkserver  # its process id and its end are not public
-_log_file: Path | None = None
+_START_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,32 +47,230 @@ class ServerDeath:
 
     Attributes:
         error: in one line.
-        raised: it raised this itself, before it could fork anything; False: something ended it.
-        final: another server would raise it again.
+        raised: it raised this itself, before it could start anything; False: something ended it.
     """
 
     error: str
     raised: bool = False
-    final: bool = False
+
+
+class WorkerProcess:
+    """A worker that a fork server started. One thread reads its end; any may send it signals by `pid`."""
+
+    def __init__(self, server: "ForkServer", reader: int) -> None:
+        self._server = server
+        self._reader = reader
+        self._unread = b""
+        self._code: int | None = None
+        self.pid = 0
+        self.finished = False
+        """Its function returned."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None: it lives."""
+        if self._code is None:
+            served = self._server.is_running()  # asked first: a server that ended reported before
+            self._read_reports(0.0)
+            if self._code is None and not served:
+                self._code = UNKNOWN_CODE
+            if self._code is not None:
+                os.close(self._reader)
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL; idempotent."""
+        if self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.exitcode is None and (left_s := deadline - time.monotonic()) > 0:
+            select.select([self._reader], [], [], min(left_s, _START_LOOK_S))
+
+    def wait_for_start(self) -> None:
+        """Wait until it runs, which takes as long as the server's imports; EOFError: the server is gone."""
+        while not self.pid:
+            self._server.let_go_on()
+            served = self._server.is_running()
+            self._read_reports(_START_LOOK_S if served else 0.0)
+            if not self.pid and (not served or self._code is not None):
+                os.close(self._reader)
+                raise EOFError("the fork server is gone")
+
+    def _read_reports(self, timeout_s: float) -> None:
+        while select.select([self._reader], [], [], timeout_s)[0]:
+            data = os.read(self._reader, 1 << 16)
+            if not data:  # both ends of it are gone, so nothing more comes
+                self._code = UNKNOWN_CODE if self._code is None else self._code
+                return
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            for line in lines:
+                self._take_report(json.loads(line))
+            timeout_s = 0.0
+
+    def _take_report(self, report: Mapping[str, Any]) -> None:
+        match report:
+            case {"pid": int(pid)}:
+                self.pid = pid
+                if report["obstacle"]:
+                    self._server.tell_cost(report["obstacle"], report["import_s"])
+            case {"finished": _}:
+                self.finished = True
+            case {"code": int(code)}:
+                self._code = code
+            case _:
+                os.close(self._reader)
+                raise OSError(f"the fork server cannot start a worker: {report['error']}")
+
+
+class ForkServer:
+    """A fork server of one interpreter. The thread that constructs it must outlive it: it dies with that thread.
+
+    The constructor returns at once, while the server is still importing.
+
+    Args:
+        python: the interpreter.
+        log_file: receives what the server prints, and what a worker prints before it has its own log.
+        say: shows the user, once, why and at what cost this interpreter's workers are not forked; any thread calls it.
+    """
+
+    def __init__(self, python: str, log_file: Path, say: Callable[[str], None] = logger.warning) -> None:
+        self.python = python
+        self._log_file = log_file
+        self._say = say
+        self._told = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        environment = dict(os.environ)
+        if python != sys.executable:  # its programs come first, as in an environment that was activated
+            environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
+        with theirs, log_file.open("ab") as log, _stop_signals_blocked():
+            self._process = subprocess.Popen(
+                # -P: the working directory shadows nothing
+                [python, "-P", "-c", _COMMAND, str(theirs.fileno()), str(os.getpid()), str(log_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # a Ctrl-C in the terminal reaches the launcher alone
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start_worker(self, arguments: Sequence[str], variables: Mapping[str, str]) -> WorkerProcess:
+        """Start `worker_entry.enter(*arguments)` in a process with these variables. Any thread may call it.
+
+        Raises:
+            EOFError, OSError: the server is gone, or cannot start a process.
+        """
+        reader, writer = os.pipe()
+        order = json.dumps({"arguments": list(arguments), "variables": dict(variables)}).encode()
+        try:
+            socket.send_fds(self._socket, [order], [writer])
+        except OSError:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        worker = WorkerProcess(self, reader)
+        worker.wait_for_start()
+        return worker
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def let_go_on(self) -> None:
+        """Continue the server if a signal has stopped it: new workers would wait for it."""
+        if is_stopped(self.pid) and self.is_running():
+            logger.warning("the fork server was stopped by a signal; continuing it")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the server, and with it all remaining workers, which die with it. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def has_died(self) -> bool:
+        """Return whether the server, whose pipe just closed or which refused, is gone."""
+        # Wait a moment: its pipes close before the process is gone.
+        deadline = time.monotonic() + _DYING_S
+        while self.is_running():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def why_died(self) -> ServerDeath:
+        with contextlib.suppress(OSError, ValueError):
+            said = json.loads(error_file(self._log_file, str(self.pid)).read_text())
+            return ServerDeath(f"the fork server did not start: {said['error']}", raised=True)
+        own = "" if self.python == sys.executable else f" of {self.python}"
+        return ServerDeath(f"the fork server{own} died, and with it every worker; see logs/launcher*.log")
+
+    def tell_cost(self, obstacle: str, import_s: float) -> None:
+        """Tell the user, once, what a worker's start costs because the server must spawn it."""
+        if not self._told:
+            self._told = True
+            self._say(
+                f"workers of {self.python} are spawned, not forked, because of {obstacle}; each start of one imports "
+                f"for itself, some {import_s:.1f} s and the memory of the libraries"
+            )
+
+
+class ForkServers:
+    """This node's fork servers, by interpreter. For the launcher's main thread only, with which all of them die.
+
+    Args:
+        log_file, say: see `ForkServer`.
+    """
+
+    def __init__(self, log_file: Path, say: Callable[[str], None] = logger.warning) -> None:
+        self._log_file = log_file
+        self._servers: dict[str, ForkServer] = {}
+        self.say = say
+
+    def server_of(self, python: str) -> ForkServer:
+        """Return the interpreter's server; start it if there is none, or none any more."""
+        server = self._servers.get(python)
+        if server is None or not server.is_running():
+            if server is not None:
+                logger.warning("the fork server of %s is gone; starting another", python)
+                server.stop()
+            server = self._servers[python] = ForkServer(python, self._log_file, lambda line: self.say(line))
+        return server
+
+    def stop(self) -> None:
+        """End all servers, and with them all remaining workers. Idempotent."""
+        while self._servers:
+            self._servers.popitem()[1].stop()
 
 
 @contextlib.contextmanager
-def serving(log_file: Path, *, threads: int) -> Iterator[None]:
-    """Keep a fork server while the enclosed block runs; import torch inside the block, not before.
+def serving(log_file: Path, *, threads: int, pythons: Sequence[str] = ()) -> Iterator[ForkServers]:
+    """Keep fork servers while the enclosed block runs; import torch inside the block, not before.
 
     Args:
-        log_file: see `start`.
+        log_file: see `ForkServer`.
         threads: see `environment`.
+        pythons: interpreters that will be needed, besides this one.
     """
     os.environ.update(environment(threads=threads))
     for left in log_file.parent.glob(error_file(log_file, "*").name):  # left by earlier starts of the run
         left.unlink(missing_ok=True)
-    start(log_file)
+    servers = ForkServers(log_file)
     try:
-        with hidden_main():
-            yield
+        for python in dict.fromkeys((sys.executable, *pythons)):
+            servers.server_of(python)
+        yield servers
     finally:
-        stop()
+        servers.stop()
 
 
 def environment(*, threads: int) -> dict[str, str]:
@@ -89,59 +294,6 @@ def environment(*, threads: int) -> dict[str, str]:
     }
 
 
-def start(log_file: Path) -> int:
-    """Start the fork server unless it runs, and return its process id at once, while it is still importing.
-
-    Call it from the main thread: the server dies with the thread that started it.
-
-    Args:
-        log_file: receives what the server prints, and what a worker prints before it has its own log.
-    """
-    global _log_file
-    _log_file = log_file
-    variables = {
-        "PYTHONSAFEPATH": "1",  # `python -P`: the working directory shadows nothing
-        LOG_VARIABLE: str(log_file),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    # If this process is killed, the tracker removes multiprocessing's semaphores; it need not warn about that.
-    quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
-    with _stop_signals_blocked(), variables_set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
-        resource_tracker.ensure_running()
-    multiprocessing.set_forkserver_preload(["launcher.process.preloaded"])
-    with _stop_signals_blocked(), variables_set(variables):  # again: `ensure_running` above unblocked two of them
-        forkserver.ensure_running()
-    # See there: later starts must never create a server.
-    _forkserver.ensure_running = _check_running
-    return int(_forkserver._forkserver_pid)
-
-
-def server_pid() -> int:
-    """Return the process id of the fork server; 0: there is none."""
-    return _forkserver._forkserver_pid or 0
-
-
-def is_running() -> bool:
-    """Return whether the fork server lives."""
-    pid = server_pid()
-    if not pid:
-        return False
-    try:
-        # WNOWAIT: `multiprocessing` reaps the server, not we.
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
-
-
-def let_go_on() -> None:
-    """Continue the fork server if a signal has stopped it: new workers would wait for it."""
-    pid = _forkserver._forkserver_pid
-    if pid is not None and is_stopped(pid):
-        logger.warning("the fork server was stopped by a signal; continuing it")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
 def is_stopped(pid: int | None) -> bool:
     """Return whether a process is in state T (a debugger's stop is t, and does not count)."""
     try:
@@ -150,65 +302,15 @@ def is_stopped(pid: int | None) -> bool:
         return False
 
 
-def stop() -> None:
-    """End the fork server, and with it all remaining workers. Idempotent."""
-    # Also ends workers: they die with the server (`die_with_parent`).
-    pid = _forkserver._forkserver_pid
-    if pid is None:
-        return
-    # Kill first: `_stop` alone would wait for every process that holds the server's pipe.
-    os.kill(pid, signal.SIGKILL)
-    _forkserver._stop()
-
-
-def has_died(pid: int) -> bool:
-    """Return whether the fork server `pid`, whose pipe just closed or which refused, is gone or was replaced."""
-    # Wait a moment: the server's pipes close before the process is gone.
-    deadline = time.monotonic() + _DYING_S
-    while pid == server_pid() and is_running():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
-    return True
-
-
-def why_died(pid: int) -> ServerDeath:
-    """Return why fork server `pid` ended."""
-    if _log_file is not None:
-        with contextlib.suppress(OSError, ValueError):
-            said = json.loads(error_file(_log_file, str(pid)).read_text())
-            return ServerDeath(f"the fork server did not start: {said['error']}", raised=True, final=said["final"])
-    return ServerDeath("the fork server died, and with it every worker; see logs/launcher*.log")
-
-
 def error_file(log_file: Path, pid: str) -> Path:
     """Return where the server `pid` records what it raised; several nodes share the directory."""
     return log_file.with_name(f"{log_file.stem}-fork-server-{pid}.error.json")
 
 
-def _check_running() -> None:
-    """Stands in for `ForkServer.ensure_running`, which every start of a worker calls; raises ConnectionRefusedError."""
-    # The original would start another server in the calling thread, and die with it; only `start` may.
-    if not is_running():
-        raise ConnectionRefusedError("the fork server is gone")
-
-
-@contextlib.contextmanager
-def hidden_main() -> Iterator[None]:
-    """Keep `multiprocessing` from rerunning the launcher's main script in every worker forked inside the block."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
     """Block stop signals, here and in processes started inside the block; blocked signals stay pending."""
-    # A scheduler signals all processes at once. The fork server ignores these signals as soon as it can; the tracker
-    # keeps those blocked that `multiprocessing` does not handle (USR1, HUP).
+    # A scheduler signals all processes at once. The fork server ignores these signals as soon as it can.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -3,7 +3,7 @@
 `launcher.process.gang_hosts` starts and kills gangs; nothing else touches their processes. What happens to them
 becomes events of the supervisor. Imports torch, so import it only after the config is accepted.
 
-    Gang.start -> thread: GangAgent.run -> fork server forks ranks
+    Gang.start -> thread: GangAgent.run -> the interpreter's fork server starts the ranks
                           polls every MONITOR_INTERVAL_S; all returned, or one died or was stopped -> GangExited
 
 A gang starts once; a restart is another `Gang` with the next attempt.
@@ -11,7 +11,6 @@ A gang starts once; a restart is another `Gang` with the next attempt.
 
 import contextlib
 import functools
-import inspect
 import json
 import logging
 import os
@@ -19,29 +18,30 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from asyncflow.job import GangSpec, error_in
 from asyncflow.run_files import LOGS
-from launcher.process import fork_server
+from launcher.process.fork_server import UNKNOWN_CODE, ForkServer, WorkerProcess, is_stopped
 from launcher.process.job_store import JobStoreClient
 from launcher.process.run_events import FAILED, GangExited
-from launcher.process.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
+from launcher.process.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL
 
 MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
 STOPPED_S = 3.0
 """A process that a signal has stopped for this long is killed (s)."""
-_UNKNOWN = 255
-"""The exit code that `multiprocessing` reports for a process whose fork server is gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Gang:
     Args:
         spec: of the whole gang, including its ranks on other nodes.
         attempt: counts the gang's starts from 0.
+        server: starts the ranks.
         entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
         exited: called by the gang's thread when all ranks are gone.
         node: this node; only its ranks are started.
@@ -62,6 +63,7 @@ class Gang:
         spec: GangSpec,
         attempt: int = 0,
         *,
+        server: ForkServer,
         entrypoint: str,
         run_dir: Path,
         store: JobStoreClient,
@@ -72,6 +74,7 @@ class Gang:
         self._node = node
         self._ranks = spec.ranks_on(node)
         self._attempt = attempt
+        self._server = server
         self._entrypoint = entrypoint
         self._run_dir = run_dir
         self._store = store
@@ -113,7 +116,7 @@ class Gang:
 
     def _run_agent(self) -> GangExited:
         spec = self.spec
-        if self._killed.is_set():  # the fork server may be gone: asking it would start a new one
+        if self._killed.is_set():
             return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time())
         self._agent = agent = GangAgent(
             WorkerSpec(
@@ -122,13 +125,13 @@ class Gang:
                 # interrupted.
                 local_world_size=len(self._ranks),
                 rdzv_handler=OneNodeRendezvous(self._store),
-                entrypoint=enter,
-                args=(self._entrypoint, str(self._run_dir), spec.name),
+                entrypoint=self._entrypoint,
+                args=(str(self._run_dir), spec.name),
                 max_restarts=0,
                 monitor_interval=MONITOR_INTERVAL_S,
             ),
-            RankLogs(spec, self._ranks, self._attempt, self._run_dir),
-            gang=spec.name,
+            self._server,
+            RankFiles(spec, self._attempt, self._run_dir),
             ranks=self._ranks,
             killed=self._killed,
             last_words=functools.partial(self._store.last_words, spec.name),
@@ -136,71 +139,97 @@ class Gang:
         try:
             result = agent.run()
         except (OSError, EOFError):
-            if not fork_server.has_died(agent.fork_server):
+            if not self._server.has_died():
                 raise
             logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
-            return _without_server(spec.name, self._ranks.start, agent.fork_server)
+            return _without_server(spec.name, self._ranks.start, self._server)
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
         gave_up = "the elastic agent gave up; see logs/launcher*.log"
         return agent.failure or GangExited(spec.name, 1, gave_up, self._ranks.start, time.time())
 
 
-class GangAgent(LocalElasticAgent):
-    """torchrun's agent, modified to name the rank that failed first and to kill the others at once.
+class GangAgent(SimpleElasticAgent):
+    """torchrun's agent with ranks from a fork server; it names the rank that failed first and kills the others at once.
 
     The stock agent sends SIGTERM and waits 30 s; our workers ignore SIGTERM (a scheduler sends it to every process).
+    It also starts processes of its own interpreter only.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        logs: "RankLogs",
+        server: ForkServer,
+        files: "RankFiles",
         *,
-        gang: str,
         ranks: range,
         killed: threading.Event,
         last_words: Callable[[int], str | None],
     ) -> None:
-        super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
-        self.fork_server = fork_server.server_pid()
+        super().__init__(spec, exit_barrier_timeout=KILL_TIMEOUT_S)
         self.failure: GangExited | None = None
         """Of the rank that failed first."""
-        self._gang = gang
+        self._server = server
+        self._files = files
         self._ranks = ranks
-        self._logs = logs
         self._killed = killed
         self._last_words = last_words
+        self._processes: dict[int, WorkerProcess] = {}
         self._stopped_since: dict[int, float] = {}
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every live rank. Any thread may call it."""
-        for process in self._rank_processes():
+        for process in tuple(self._processes.values()):
             with contextlib.suppress(ProcessLookupError):
-                if process.pid is not None:
-                    os.kill(process.pid, number)
+                os.kill(process.pid, number)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        for worker in worker_group.workers:
+            rank = self._ranks[worker.local_rank]
+            variables = self._files.variables(rank) | {
+                "LOCAL_RANK": str(worker.local_rank),
+                "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+                "GROUP_RANK": str(worker_group.group_rank),
+                "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+                "ROLE_NAME": spec.role,
+                "MASTER_ADDR": str(worker_group.master_addr),
+                "MASTER_PORT": str(worker_group.master_port),
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            }
+            self._processes[rank] = self._server.start_worker([str(spec.entrypoint), *spec.args], variables)
+        return {local: process.pid for local, process in enumerate(self._processes.values())}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        fork_server.let_go_on()  # any gang's poll does this for all gangs that wait to start
-        # Only this thread polls the processes: multiprocessing reads an exit code once, without a lock.
+        self._server.let_go_on()  # it reports the ends
         if self._killed.is_set():
             self._kill_all()
-        # A rank that returns waits for its agent before it exits, so one that is gone by now died, even with code 0.
-        codes = {rank: process.exitcode for rank, process in self._by_rank()}
-        dead = [self._describe_failure(rank, code) for rank, code in codes.items() if code is not None]
+        codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        dead = [
+            self._describe_failure(rank, code)
+            for rank, code in codes.items()
+            if code is not None and not (code == 0 and self._processes[rank].finished)
+        ]
         dead += self._find_stopped_ranks()
-        if not dead:
-            result: RunResult = super()._monitor_workers(worker_group)
-            return result
-        self.failure = min(dead, key=GangExited.failure_precedence)
-        self._kill_all()
-        return RunResult(state=WorkerState.FAILED)
+        if dead:
+            self.failure = min(dead, key=GangExited.failure_precedence)
+            self._kill_all()
+            return RunResult(state=WorkerState.FAILED)
+        if None in codes.values():
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 
     def _find_stopped_ranks(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
         # From /proc, not from missing heartbeats: a process whose threads wait for the GIL would look dead too.
-        stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
+        stopped = [
+            rank for rank, process in self._processes.items() if process.exitcode is None and is_stopped(process.pid)
+        ]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
             self._make_exited(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed")
@@ -209,48 +238,38 @@ class GangAgent(LocalElasticAgent):
         ]
 
     def _kill_all(self) -> None:
-        processes = self._rank_processes()
-        for process in processes:
+        for process in self._processes.values():
             process.kill()
-        for process in processes:
+        for process in self._processes.values():
             process.join(KILL_TIMEOUT_S)
 
+    def _stop_workers(self, worker_group: WorkerGroup, *_asked: object, **_named: object) -> None:
+        self._kill_all()
+
     def _shutdown(self, *_asked: object, **_named: object) -> None:
-        # Whatever signal the agent asks for: workers ignore SIGTERM.
-        inherited = super()._shutdown
-        if "timeout" in inspect.signature(inherited).parameters:
-            inherited(signal.SIGKILL, timeout=int(KILL_TIMEOUT_S))
-        else:  # before torch 2.12
-            inherited(signal.SIGKILL)
+        # Whatever signal the agent asks for: workers ignore SIGTERM. (The arguments differ between versions of torch.)
+        self._kill_all()
 
     def _describe_failure(self, rank: int, code: int) -> GangExited:
-        recorded = self._logs.read_failure(rank, code)
+        recorded = self._files.read_failure(rank, code)
         if recorded is not None:
             return recorded
         if code < 0:
             return self._make_exited(rank, code, f"ended by {signal.Signals(-code).name}")
-        if code == _UNKNOWN and fork_server.has_died(self.fork_server):
-            return _without_server(self._gang, rank, self.fork_server)
+        if code == UNKNOWN_CODE and self._server.has_died():
+            return _without_server(self._files.gang.name, rank, self._server)
         if error := error_in(self._last_words(rank)):  # on a full disk it cannot write its error file
             return self._make_exited(rank, code or 1, error)
         return self._make_exited(rank, code or 1, f"exited with code {code} without finishing")
 
     def _make_exited(self, rank: int, code: int, error: str) -> GangExited:
-        return GangExited(self._gang, code, error, rank, time.time())
-
-    def _by_rank(self) -> list[tuple[int, BaseProcess]]:
-        return list(zip(self._ranks, self._rank_processes(), strict=False))  # empty before the start
-
-    def _rank_processes(self) -> list[BaseProcess]:
-        context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
-        return list(context._pc.processes) if context is not None and context._pc is not None else []
+        return GangExited(self._files.gang.name, code, error, rank, time.time())
 
 
-def _without_server(gang: str, rank: int, server: int) -> GangExited:
+def _without_server(gang: str, rank: int, server: ForkServer) -> GangExited:
     """Return the end of a gang whose fork server is gone."""
-    death = fork_server.why_died(server)
-    code = FAILED if death.raised else -signal.SIGKILL
-    return GangExited(gang, code, death.error, rank, time.time(), final=death.final)
+    death = server.why_died()
+    return GangExited(gang, FAILED if death.raised else -signal.SIGKILL, death.error, rank, time.time())
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -285,39 +304,32 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
-class RankLogs(LogsSpecs):
-    """`logs/ROLE/RANK.log` with a rank's stdout and stderr, appended to; RANK counts over all gangs of the role.
+class RankFiles:
+    """The files of a gang's ranks, and their places in the whole gang, since an agent knows only those of its node.
 
-    It also tells each rank its place in the whole gang, since an agent knows only the ranks of its node.
-    `worker_entry` opens the log: torchelastic's own redirection truncates, and cannot merge the two streams.
+    `logs/ROLE/RANK.log` has a rank's stdout and stderr, appended to (`worker_entry` opens it); RANK counts over all
+    gangs of the role. `RANK.error.json` has the error that ended it.
     """
 
-    def __init__(self, gang: GangSpec, ranks: range, attempt: int, run_dir: Path) -> None:
-        super().__init__(str(run_dir / LOGS))
-        self._gang = gang
-        self._ranks = ranks
+    def __init__(self, gang: GangSpec, attempt: int, run_dir: Path) -> None:
+        self.gang = gang
         self._attempt = attempt
         self._dir = run_dir / LOGS / gang.role
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._root_log_dir)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the variables with which a rank of the gang starts; drop what an earlier attempt left."""
         self._dir.mkdir(parents=True, exist_ok=True)
-        errors = {}
-        for local_rank, variables in envs.items():
-            rank = self._ranks[local_rank]
-            # An earlier attempt's error must not count for this one.
-            self._error_file(rank).unlink(missing_ok=True)
-            errors[local_rank] = str(self._error_file(rank))
-            variables[LOG_VARIABLE] = str(self._dir / f"{self._rank_in_role(rank)}.log")
-            variables[ATTEMPT_VARIABLE] = str(self._attempt)
-            variables["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
-            # Global ranks come from the placement; torchelastic set this node's.
-            variables["RANK"] = variables["ROLE_RANK"] = str(rank)
-            variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
-        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
+        self._error_file(rank).unlink(missing_ok=True)  # an earlier attempt's error must not count for this one
+        number, ranks = str(rank), str(self.gang.num_ranks)
+        return {
+            LOG_VARIABLE: str(self._dir / f"{self._rank_in_role(rank)}.log"),
+            ATTEMPT_VARIABLE: str(self._attempt),
+            "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank)),
+            "RANK": number,
+            "ROLE_RANK": number,
+            "WORLD_SIZE": ranks,
+            "ROLE_WORLD_SIZE": ranks,
+        }
 
     def read_failure(self, rank: int, code: int) -> GangExited | None:
         """Return the last error that a rank of the gang recorded, or None."""
@@ -327,12 +339,12 @@ class RankLogs(LogsSpecs):
         except (OSError, ValueError):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
-        # torchelastic's own record, of a rank that failed before it could write ours, has neither field.
+        # A record of torchelastic's, by code that a rank calls, has neither field.
         final, deadline = message.get("final", False), message.get("deadline", False)
-        return GangExited(self._gang.name, code, error, rank, at, final, deadline)
+        return GangExited(self.gang.name, code, error, rank, at, final, deadline)
 
     def _rank_in_role(self, rank: int) -> int:
-        return self._gang.index * self._gang.num_ranks + rank
+        return self.gang.index * self.gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"{self._rank_in_role(rank)}.error.json"

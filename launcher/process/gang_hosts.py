@@ -8,6 +8,7 @@
 
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.job import GangSpec
-from launcher.process import fork_server
-from launcher.process.run_events import GangExited
+from launcher.process.fork_server import ForkServers
+from launcher.process.run_events import FAILED, GangExited
 from workers.settings.dataflow import STORAGE
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class LocalGangs:
 
     Args:
         entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
-        log_file: of the fork server, in case it has to be restarted.
+        servers: of this node's interpreters.
+        pythons: role -> its interpreter; the others have this process's.
         exited: called by other threads when this node's ranks of a gang are gone.
     """
 
@@ -63,14 +65,16 @@ class LocalGangs:
         entrypoint: str,
         run_dir: Path,
         store: "JobStoreClient",
-        log_file: Path,
+        servers: ForkServers,
+        pythons: Mapping[str, str],
         exited: Callable[[GangExited], None],
         node: int = 0,
     ) -> None:
         self._entrypoint = entrypoint
         self._run_dir = run_dir
         self._store = store
-        self._log_file = log_file
+        self._servers = servers
+        self._pythons = pythons
         self._exited = exited
         self._node = node
         self._gangs: dict[str, Gang] = {}
@@ -81,15 +85,19 @@ class LocalGangs:
         """Start this node's ranks; returns at once. Any earlier attempt must be gone."""
         from launcher.process.gang import Gang  # imports torch
 
-        if not fork_server.is_running():
-            logger.warning("the fork server is gone; starting another")
-            fork_server.stop()
-            fork_server.start(self._log_file)
         if gang.role == STORAGE and gang.name not in self._journals:
             self._journals[gang.name] = self._store.keep_journal(gang.name)
+        python = self._pythons.get(gang.role, sys.executable)
+        try:
+            server = self._servers.server_of(python)
+        except OSError as error:  # it was there when the run was checked
+            text = f"{python} cannot be run: {error.strerror}"
+            self._exited(GangExited(gang.name, FAILED, text, gang.ranks_on(self._node).start, time.time()))
+            return
         self._gangs[gang.name] = Gang(
             gang,
             attempt,
+            server=server,
             entrypoint=self._entrypoint,
             run_dir=self._run_dir,
             store=self._store,
@@ -107,10 +115,10 @@ class LocalGangs:
             gang.dump_stacks()
 
     def close(self, timeout_s: float) -> None:
-        """Kill what is left, end the fork server, and wait for the threads."""
+        """Kill what is left, end the fork servers, and wait for the threads."""
         for gang in self._gangs.values():
             gang.kill()
-        fork_server.stop()
+        self._servers.stop()
         deadline = time.monotonic() + timeout_s
         for name, gang in self._gangs.items():
             if not gang.join(max(0.0, deadline - time.monotonic())):

@@ -6,6 +6,8 @@
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
     reward_failure         the same, the last time                               worker -> actor, launcher
     first/rollout_failure, rollout_failure   the same for rollouts                worker -> actor, controller, launcher
+    first/tokens, first_prompts   what the launcher's tokenizer makes of these    launcher -> worker
+                       prompts; there if gangs are started by hand
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
@@ -19,13 +21,16 @@ on the same client.
 
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from asyncflow.agreement import Identity
 from asyncflow.errors import SealBroken
 from asyncflow.job import LOOPBACK, GangSpec, error_in
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
@@ -73,6 +78,11 @@ class JobStore(JobStoreClient):
 
     def set_phase(self, phase: Phase) -> None:
         self._store.set("phase", phase.value)
+
+    def announce_tokens(self, prompts: Sequence[Any], identity: Identity) -> None:
+        """Have every worker compare what its tokenizer makes of a run's first prompts (`token_identity`) with this."""
+        self._store.set("first_prompts", json.dumps(prompts))
+        self._store.set_first("first/tokens", json.dumps([f"the launcher ({sys.executable})", identity]))
 
     def is_done(self) -> bool:
         """Return whether the last step is trained and saved."""

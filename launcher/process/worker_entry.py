@@ -1,7 +1,7 @@
 """First and last code of a worker process: its log, its parent's life, its last error. Torch-free at import.
 
-`launcher.process.gang` hands `enter` to torchelastic. It runs in the forked child and imports the real entrypoint by
-name, since the launcher itself never imports that.
+A fork server (`launcher.process.preloaded`) calls `enter` in the child. It imports the real entrypoint by name, since
+the launcher itself never imports that.
 """
 
 import contextlib
@@ -26,22 +26,25 @@ ATTEMPT_VARIABLE = "ASYNCFLOW_ATTEMPT"
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a worker write all threads' stacks into its log; in C, so it works wherever the process hangs."""
 
-_fork_server_pid: int | None = None
-_sys_path: list[str] = []
+FINISHED = b'{"finished": true}\n'
+"""What a worker writes into its pipe once its function returned: one that is gone without it died, even with code 0."""
 
 
-def remember_fork_server() -> None:
-    """Record what children need to know about the fork server; called once in that server."""
-    global _fork_server_pid
-    _fork_server_pid = os.getpid()
-    _sys_path[:] = sys.path
+def enter_spawned() -> None:
+    """`enter` in a process of its own, with the command line's arguments."""
+    enter(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    os._exit(0)  # as a forked worker does
 
 
-def enter(entrypoint: str, *args: str) -> None:
-    """Run `module:function` with `args`; an exception goes to the log and torchelastic's error file, then exit 1."""
-    die_with_parent(_fork_server_pid)
-    if _sys_path:
-        sys.path[:] = _sys_path  # multiprocessing copied the launcher's, which may contain the working directory
+def enter(server: int, report: int, entrypoint: str, *args: str) -> None:
+    """Run `module:function` with `args`; an exception goes to the log and torchelastic's error file, then exit 1.
+
+    Args:
+        server: process id of the fork server, whose child this is.
+        report: this worker's pipe; see `launcher.process.fork_server`.
+    """
+    os.set_inheritable(report, False)
+    die_with_parent(server)
     _redirect(os.environ[LOG_VARIABLE])
     faulthandler.enable()  # a crash in C++ then leaves every thread's stack in the log
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
@@ -56,6 +59,8 @@ def enter(entrypoint: str, *args: str) -> None:
         os._exit(1)  # at once: a regular interpreter exit joins threads, which may wait forever
     sys.stdout.flush()
     sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the launcher is gone
+        os.write(report, FINISHED)
 
 
 def _redirect(path: str) -> None:

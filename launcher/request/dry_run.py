@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncflow.job import GangSpec, endpoint
+from asyncflow.job import GangSpec, endpoint, own_name
 from launcher.checks.models import sum_text
 from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Preflight
@@ -42,6 +42,7 @@ def describe(
         _summary(checked, source, run_dir, resume_from),
         _first_prompt(checked),
         _gang_table(checked),
+        _environments(checked),
         _task_table(checked),
         _memory(checked),
         _endpoints(checked, place),
@@ -53,13 +54,13 @@ def describe(
     return "\n\n".join(filter(None, parts))
 
 
-def torchrun_line(run_dir: Path, gang: GangSpec) -> str:
-    """Return a shell line that starts all ranks of `gang` under torchrun's own elastic agent."""
+def torchrun_line(run_dir: Path, gang: GangSpec, python: str = sys.executable) -> str:
+    """Return a shell line that starts all ranks of `gang`, on node 0, under torchrun's own elastic agent."""
     # The agent rendezvous in a temporary file without a shared store: torchrun's TCP stores listen on every interface,
     # whatever address they get. The ranks find the job through the run directory. PYTHONSAFEPATH is `python -P` for
     # torchrun and its workers: the working directory cannot shadow our packages.
     command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(python, "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(gang.num_ranks)),
         *("--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
     ]
@@ -164,6 +165,20 @@ def _memory(checked: Preflight) -> str:
     return "\n".join([intro, *(f"  {role:<13} {sum_text(parts)}" for role, parts in checked.memory.items())])
 
 
+def _environments(checked: Preflight) -> str:
+    rows = []
+    for role, named in checked.config.launcher.environments.items():
+        places = named.items() if isinstance(named, dict) else [("", named)]
+        rows += [
+            (role, f"node {node}" if str(node) else "", python) for node, python in places if role in _launched(checked)
+        ]
+    return f"ENVIRONMENTS (the others: {sys.executable})\n{table(rows)}" if rows else ""
+
+
+def _launched(checked: Preflight) -> set[str]:
+    return {gang.role for gang in checked.gangs}
+
+
 def _task_table(checked: Preflight) -> str:
     rows = [("TASK", "ROLE", "COLUMNS IN -> OUT")]
     for task in checked.tasks:
@@ -213,7 +228,9 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
         intro = f"A GANG BY HAND (after the launch, with --set launcher.external_gangs='[{gangs[0].name}]')"
     else:
         intro = "GANGS TO START BY HAND (after the launch)"
-    return "\n".join([intro, *(torchrun_line(run_dir, gang) for gang in gangs)])
+    pythons = checked.config.launcher.interpreters(HEAD, own_name())
+    lines = (torchrun_line(run_dir, gang, pythons.get(gang.role, sys.executable)) for gang in gangs)
+    return "\n".join([intro, *lines])
 
 
 def _evaluation(checked: Preflight) -> str:

@@ -5,6 +5,7 @@ Request --accept_run()--> Accepted --describe()--> text of --dry-run
         '-accept_node()--> NodeRun, on any node but node 0
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from asyncflow.agreement import Identity, software
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.job import GangSpec
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
-from launcher.checks.models import check_libraries
+from launcher.checks.environments import check_gangs, find_identity, has_launchers_interpreter
+from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Cluster, Preflight, check_node, check_run
-from launcher.checks.user_code import try_functions, try_rewards, try_rollout
+from launcher.checks.user_code import try_users_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
@@ -48,6 +52,7 @@ from launcher.run.rundir import (
     rewrite_run_dir,
     write_plan,
 )
+from workers.data.prompt_rows import prompts_of
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -84,13 +89,12 @@ class Accepted:
 
         `doctor` and `sbatch` skip this, because they run elsewhere than the job.
         """
-        check_libraries(self.checked.config, device=self.checked.devices.kind)
-        check_loggers(self.checked.config.loggers)
-        try_functions(self.checked.config)
-        if self.checked.first_row is not None and self.checked.first_prompt is not None:
-            try_rewards(self.checked.config, self.checked.first_row, self.checked.first_prompt)
-        if self.checked.first_row is not None:
-            try_rollout(self.checked.config, self.checked.first_row)
+        checked = self.checked
+        config = checked.config
+        kind, rows = checked.devices.kind, checked.rows_to_check
+        check_gangs(config, checked.gangs, HEAD, device=kind, rows=rows)
+        check_loggers(config.loggers)
+        try_users_code(config, rows.first_row, rows.first_prompt, has_launchers_interpreter(config, HEAD))
 
     def __str__(self) -> str:
         return self.describe()
@@ -120,6 +124,8 @@ class Accepted:
         for note in self.checked.notes:
             print_line(f"note: {note}")
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
+        compared, chunk = self.place.count > 1 or bool(config.launcher.external_gangs), self.checked.first_chunk
+        identity = find_identity(config, chunk) if compared else software()
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         # Held before the cut: no other launcher may write meanwhile.
@@ -136,6 +142,8 @@ class Accepted:
                     lineage=lineage,
                     started_at=started_at,
                     place=self.place,
+                    identity=identity,
+                    first_prompts=prompts_of(chunk, config),
                 )
             except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:
@@ -199,13 +207,17 @@ class Request:
         assert run_dir is not None, "several nodes have one"
         try:
             config = self._load_config(run_dir).config
-            devices = check_node(config)
-            check_libraries(config, device=devices.kind)
+            devices, rows = check_node(config, self.place.rank)
         except ConfigError as error:
             return NodeRun(self.place, run_dir, complaint=str(error))
         except OSError as error:
             return NodeRun(self.place, run_dir, complaint=f"{error.filename}: {error.strerror}")
-        return NodeRun(self.place, run_dir, config.launcher, devices)
+
+        def check(gangs: Sequence[GangSpec]) -> Identity:
+            check_gangs(config, gangs, self.place.rank, device=devices.kind, rows=rows)
+            return find_identity(config, rows.first_chunk)
+
+        return NodeRun(self.place, run_dir, config.launcher, devices, check)
 
     def _given_run_dir(self) -> Path | None:
         """Return the directory that the user named; with several nodes, the one where all launchers meet."""

@@ -11,19 +11,20 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
-from asyncflow.job import GangSpec, Job, choose_interfaces
+from asyncflow.job import GangSpec, Job, choose_interfaces, own_name
 from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
-from launcher.process import fork_server
+from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import LocalGangs
 from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.process.progress import Progress, Status, final_lines, print_line
@@ -85,6 +86,8 @@ def run_job(
     started_at: float,
     entrypoint: str = ENTRYPOINT,
     place: NodePlace = ONE_NODE,
+    identity: Identity | None = None,
+    first_prompts: Sequence[Any] = (),
 ) -> int:
     """Run the job to its end and return the exit code: 0 done, 1 failed, 75 stopped and resumable.
 
@@ -98,6 +101,8 @@ def run_job(
         started_at: when the user's command started (unix time, s).
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
         place: how many nodes the run has; this is node 0.
+        identity: what must be equal on all nodes, and in gangs that are started by hand; None: of the software.
+        first_prompts: of which it is.
 
     Raises:
         ConfigError: another node cannot take part, or the job store cannot listen on its address.
@@ -109,7 +114,14 @@ def run_job(
         with contextlib.ExitStack() as stack:
             log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
-            stack.enter_context(fork_server.serving(log_file, threads=config.launcher.threads_per_worker))
+            pythons = config.launcher.interpreters(HEAD, own_name())
+            servers = stack.enter_context(
+                serving(
+                    log_file,
+                    threads=config.launcher.threads_per_worker,
+                    pythons=[pythons[gang.role] for gang in gangs if gang.role in pythons and HEAD in gang.parts],
+                )
+            )
             from launcher.nodes.run_nodes import RunNodes, open_store  # imports torch
             from launcher.run.status_writer import StatusWriter
 
@@ -118,6 +130,9 @@ def run_job(
             # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
             choose_interfaces(store.host)  # the launcher opens channels as well
+            identity = identity or software()
+            if config.launcher.external_gangs:
+                store.announce_tokens(first_prompts, identity)
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
@@ -138,7 +153,10 @@ def run_job(
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )
-            nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            servers.say = lambda line: progress.print_event(f"warning: {line}")
+            nodes = stack.enter_context(
+                RunNodes(job, run_dir, store=store, place=place, identity=identity, events=events)
+            )
             restarts = RestartLog(lineage=lineage)
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.print_event)
             if finish is None:
@@ -146,7 +164,8 @@ def run_job(
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts,
+                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
+                    pythons=pythons,
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
@@ -188,6 +207,8 @@ class _Run:
         look_at_loggers: Callable[[float], None],
         entrypoint: str,
         restarts: RestartLog,
+        servers: ForkServers,
+        pythons: Mapping[str, str],
     ) -> None:
         own = config.launcher
         self._job = job = nodes.job
@@ -203,7 +224,8 @@ class _Run:
             entrypoint=entrypoint,
             run_dir=run_dir,
             store=store,
-            log_file=launcher_log(run_dir),
+            servers=servers,
+            pythons=pythons,
             exited=functools.partial(nodes.hosts.part_exited, HEAD),
         )
         nodes.hosts.add_hosts({HEAD: local})

@@ -52,7 +52,7 @@ class Run:
         self.head = NodeHead(
             self.store,
             SECRET,
-            Membership(2, needed_devices([REF], 2), "1.0"),
+            Membership(2, needed_devices([REF], 2), {"AsyncFlow version": "1.0"}),
             clock=CLOCK,
             run_dir=run_dir,
             part_exited=lambda node, exited: self.told.put((node, exited)),
@@ -63,7 +63,8 @@ class Run:
     def join(self, **changes: Any) -> tuple[Any, "SimpleQueue[Inbound]"]:
         """Join as node 1; returns the link, or what came instead, and the inbox."""
         inbox: SimpleQueue[Inbound] = SimpleQueue()
-        hello = msgspec.structs.replace(Hello(1, 2, "me", "host-1", "", "1.0", "npu", 8), **changes)
+        first = Hello(1, 2, "me", "host-1", "", {"AsyncFlow version": "1.0"}, "npu", 8)
+        hello = msgspec.structs.replace(first, **changes)
         link = HeadLink.join(self.job, hello, inbox, threading.Event())
         self.links += [link] if isinstance(link, HeadLink) else []
         return link, inbox

@@ -10,11 +10,12 @@ import pytest
 from torch.distributed import HashStore
 
 import configs
+from asyncflow.agreement import differences
 from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
 from workers.data.prompt_rows import data_hash
-from workers.data.tokenizer import tokenizer_files
+from workers.data.tokenizer import load_tokenizer, token_identity, tokenizer_files
 from workers.rank.context import WorkerContext
 from workers.roles.services import check_data
 from workers.settings.data import DataConfig
@@ -97,3 +98,46 @@ def test_process_with_another_tokenizer_is_refused(data: Path, monkeypatch: pyte
         context(store, data, name="rollout/1").load_tokenizer()
     assert "rollout/1 (transformers 0.1 and tokenizers 0.1" in str(caught.value)
     assert "than in controller/0 (transformers 5" in str(caught.value)
+    assert "tokens of the probe texts (" in str(caught.value) and "end tokens" not in str(caught.value)
+
+
+def test_what_a_tokenizer_makes_is_compared_by_name(tmp_path: Path) -> None:
+    shutil.copytree(QUICKSTART, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    asked = [[{"role": "user", "content": "1+1="}]]
+    first = token_identity(tokenizer, chat=True, prompts=asked)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(3)
+    assert "end tokens (" in differences(first, token_identity(tokenizer, chat=True, prompts=asked))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.chat_template += "!"
+    names = differences(first, token_identity(tokenizer, chat=True, prompts=asked)).split(", ")
+    assert [name.partition(" (")[0] for name in names if "(" in name] == ["chat template", "first chunk of the data"]
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert differences(first, token_identity(tokenizer, chat=True, prompts=asked)) == ""
+    assert differences(first, token_identity(tokenizer, chat=True, prompts=[*asked, *asked])).startswith("first chunk")
+
+
+def test_gang_by_hand_is_compared_on_the_first_rows(data: Path) -> None:
+    """As by `JobStore.announce_tokens`."""
+    store = SealedStore(HashStore(), b"secret")
+    prompts = ["1+1=", "2+2="]
+    identity = token_identity(load_tokenizer(data.parent / "model"), chat=False, prompts=prompts)
+    store.set("first_prompts", json.dumps(prompts))
+    store.set("first/tokens", json.dumps(["the launcher", identity]))
+    context(store, data).load_tokenizer()
+    store.set("first_prompts", json.dumps(prompts[:1]))
+    with pytest.raises(ConfigError, match=r"than in the launcher: first chunk of the data \("):
+        context(store, data).load_tokenizer()
+
+
+def test_worker_with_another_wire_format_is_refused() -> None:
+    store = SealedStore(HashStore(), b"secret")
+    one, other = (context(store, Path("none"), name=name) for name in ("controller/0", "rollout-0/0"))
+    said = {"by": "/a/python", "what": "launcher: AsyncFlow is another one", "advice": "install the same"}
+    one._check_agreement("software", {"AsyncFlow version": "1", "wire format": "a"}, **said)
+    one._check_agreement("software", {"AsyncFlow version": "1", "wire format": "a"}, **said)
+    with pytest.raises(
+        ConfigError, match=r"another one in /a/python than in /a/python: wire format \(b, not a\); inst"
+    ):
+        other._check_agreement("software", {"AsyncFlow version": "1", "wire format": "b"}, **said)

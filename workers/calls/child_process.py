@@ -150,18 +150,22 @@ class ChildProcess(Generic[S, R]):
     Args:
         received: the union R.
         descriptors: files that it inherits; their numbers follow on its command line.
+        python: another interpreter, which searches modules in its own places; None: this one.
         in_our_group: it leads no group; what it started ends by its own care (`end_session_with_me`).
     """
 
-    def __init__(self, module: str, received: Any, *descriptors: int, in_our_group: bool = False) -> None:
-        path = frame([os.fsencode(place) for place in sys.path])  # in file-system encoding, which need not be UTF-8
+    def __init__(
+        self, module: str, received: Any, *descriptors: int, in_our_group: bool = False, python: str | None = None
+    ) -> None:
+        places = sys.path if python is None else []
+        path = frame([os.fsencode(place) for place in places])  # in file-system encoding, which need not be UTF-8
         ours, theirs = socket.socketpair()
         ours.sendall(path)
         with theirs, contextlib.ExitStack() as unless_started:
             unless_started.callback(ours.close)
             inherited = (theirs.fileno(), *descriptors)
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", module, *map(str, (os.getpid(), *inherited))],
+                [python or sys.executable, "-u", "-P", "-m", module, *map(str, (os.getpid(), *inherited))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=inherited,
                 process_group=None if in_our_group else 0,
@@ -284,7 +288,7 @@ def ended_how(code: int) -> str:
 
 
 def parent_socket() -> socket.socket:
-    """Die with the parent, but by no stop signal; search modules where the parent does; return the socket to it."""
+    """Die with the parent, but by no stop signal; search modules where it says; return the socket to it."""
     parent_pid, descriptor = map(int, sys.argv[1:3])
     die_with_parent(parent_pid)
     for number in STOP_SIGNALS:
@@ -296,7 +300,8 @@ def parent_socket() -> socket.socket:
     # Programs started by the user's code must not hold it open.
     connection.set_inheritable(False)
     # `-P` left out the working directory.
-    sys.path[:] = map(os.fsdecode, msgpack_decoder(list[bytes]).decode(receive_frame(connection)))
+    if places := msgpack_decoder(list[bytes]).decode(receive_frame(connection)):
+        sys.path[:] = map(os.fsdecode, places)
     return connection
 
 

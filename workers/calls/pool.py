@@ -52,8 +52,8 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
         crowded: it died with several calls in flight, any of which may be the cause.
     """
 
-    def __init__(self) -> None:
-        super().__init__("workers.calls.child", ToPool)
+    def __init__(self, python: str | None) -> None:
+        super().__init__("workers.calls.child", ToPool, python=python)
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[ToPool]] = {}
         self._alone = False
@@ -175,6 +175,7 @@ class Entry:
     function: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # its arguments, JSON
     memory_bytes: int | None = None  # limit of a child's address space; None: unlimited
+    python: str | None = None  # the children's interpreter; None: this one
 
 
 @dataclass(eq=False)
@@ -424,7 +425,7 @@ async def _started(entry: Entry) -> PoolChild:
 
 
 async def _started_once(entry: Entry) -> PoolChild:
-    child = PoolChild()
+    child = PoolChild(entry.python)
     await child.load_entry(entry)
     return child
 
@@ -439,7 +440,7 @@ class CallProcess:
     LEAVE_S = 2.0
 
     def __init__(self, entry: Entry) -> None:
-        self._child = PoolChild()
+        self._child = PoolChild(entry.python)
         self._entry = entry
         self._loaded = False
         self._runner = asyncio.Runner()

@@ -28,6 +28,7 @@ from workers.calls.user_function import excerpt
 from workers.data.model_files import eos_token_ids, vocabulary_size
 from workers.data.tokenizer import ModelTokenizer
 from workers.settings.data import PLACEHOLDER, DataConfig
+from workers.settings.run import RunConfig
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
@@ -504,6 +505,16 @@ def _samples(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenize
         texts = _render(chunk, config, tokenizer)
         tokens = tokenizer.encode(texts, special=not config.chat_template)
         yield [_Sample(*parts) for parts in zip(chunk, texts, tokens, strict=True)]
+
+
+def prompts_of(rows: Sequence[PromptRow], config: RunConfig) -> list[str | list[Message]]:
+    """Return what a tokenizer makes prompts of: conversations with a chat template, otherwise texts; of an own rollout,
+    which makes its prompts itself, the tasks."""
+    if config.rollout.is_own:
+        return [row.task for row in rows]
+    if config.data.chat_template:
+        return [conversation(row.prompt, config.data) for row in rows]
+    return [plain_text(row.prompt, config.data) for row in rows]
 
 
 def _render(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> list[str]:

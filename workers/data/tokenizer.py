@@ -4,7 +4,6 @@ tokenizer.json takes precedence wherever it exists. transformers' tokenizer clas
 file, differently in each version: some lose the spaces of a byte-level vocabulary, some split digits differently.
 """
 
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.agreement import digest_of
 from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
@@ -48,6 +48,8 @@ PROBES = (
     "It's naïve; Привет мир, 你好，世界。こんにちは مرحبا بالعالم שלום नमस्ते 안녕 ไทย 🙂🏳️‍🌈",
 )
 """Texts that tell different tokenizers apart."""
+_ASKED = {"role": "user", "content": PROBES[0]}
+_PROBE_CONVERSATIONS = ([_ASKED], [_ASKED, {"role": "assistant", "content": PROBES[1]}, _ASKED])
 
 
 def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettings()) -> Any:  # noqa: B008
@@ -195,10 +197,30 @@ def changed_tokenizer(model_dir: Path, before: Mapping[str, str]) -> str:
     )
 
 
-def token_probe(tokenizer: Any) -> str:
-    """Return the tokens of `PROBES` and their decoded texts, as JSON: equal tokenizers give equal strings."""
+def token_identity(tokenizer: Any, *, chat: bool, prompts: "Sequence[str | Conversation]" = ()) -> dict[str, str]:
+    """Return, by name, digests of what a tokenizer, its chat template (`chat`) and its end tokens give on fixed probes
+    and on a run's first prompts (conversations with `chat`): equal ones make the same prompts and ends."""
     tokens = tokenizer(list(PROBES), verbose=False)["input_ids"]
-    return json.dumps([tokens, [tokenizer.decode(ids) for ids in tokens]])
+    marks = _marks(tokenizer, chat=chat)
+    special = sorted(marks.pop("special"))
+    found = {
+        "tokens of the probe texts": digest_of([tokens, [tokenizer.decode(ids) for ids in tokens], special]),
+        "end tokens": digest_of(marks),
+    }
+    if chat:
+        found["chat template"] = digest_of([_rendered(tokenizer, each) for each in _PROBE_CONVERSATIONS])
+    if prompts:
+        texts = [each if isinstance(each, str) else _rendered(tokenizer, each) for each in prompts]
+        tokens = tokenizer(texts, verbose=False, add_special_tokens=not chat)["input_ids"]
+        found["first chunk of the data"] = digest_of([texts, tokens])
+    return found
+
+
+def _rendered(tokenizer: Any, conversation: "Conversation") -> str:
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # noqa: BLE001 (a template may raise anything; the checks of the data report it)
+        return type(error).__name__
 
 
 def says_all(model_dir: Path) -> bool:
@@ -369,27 +391,24 @@ def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any])
         found = (tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None for token in tokens)
         return [None if name is None else str(name) for name in found]
 
-    def marks() -> dict[str, Any]:
-        special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        end, mark = None, "qzReplyEndsHereqz"
-        if chat:
-            with suppress(Exception):  # a template may refuse a conversation that ends with an answer
-                asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-                behind = str(tokenizer.apply_chat_template(asked, tokenize=False)).rpartition(mark)[2]
-                ids = tokenizer.encode(behind, add_special_tokens=False)
-                end = next((token for token in ids if token in special), None)
-        return {
-            "bos": tokenizer.bos_token_id,
-            "eos": tokenizer.eos_token_id,
-            "end": end,
-            "special": list(special.values()),
-        }
-
     answers: dict[str, Callable[..., Any]] = {
         "render": render,
         "encode": lambda texts, special: tokenizer(texts, add_special_tokens=special)["input_ids"],
         "decode": lambda tokens: [tokenizer.decode(ids, skip_special_tokens=False) for ids in tokens],
         "names": names,
-        "marks": marks,
+        "marks": lambda: _marks(tokenizer, chat=chat),
     }
     return Callee(lambda question, *given: answers[question](*given))
+
+
+def _marks(tokenizer: Any, *, chat: bool) -> dict[str, Any]:
+    """See `ModelTokenizer.special_marks`."""
+    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    end, mark = None, "qzReplyEndsHereqz"
+    if chat:
+        with suppress(Exception):  # a template may refuse a conversation that ends with an answer
+            asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
+            behind = str(tokenizer.apply_chat_template(asked, tokenize=False)).rpartition(mark)[2]
+            ids = tokenizer.encode(behind, add_special_tokens=False)
+            end = next((token for token in ids if token in special), None)
+    return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "end": end, "special": list(special.values())}

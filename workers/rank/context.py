@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from asyncflow.agreement import Identity, differences, software
 from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import bind_to_device, grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
@@ -34,7 +35,7 @@ from asyncflow.transport.meeting import Credentials
 from tq.client.queue_client import QueueClient
 from workers.calls.user_function import extend_path, search_beside
 from workers.data.task_source import data_identity
-from workers.data.tokenizer import load_tokenizer, token_probe, tokenizer_files
+from workers.data.tokenizer import load_tokenizer, token_identity, tokenizer_files
 from workers.settings.dataflow import OBSERVERS
 from workers.settings.run import RunConfig
 
@@ -97,6 +98,13 @@ class WorkerContext:
         self._told_failures: set[str] = set()
         self._progress_at = time.monotonic()
         self._store = self.sealed_store()
+        self._check_agreement(
+            "software",
+            software(),
+            by=f"{self.name} ({sys.executable})",
+            what="launcher: AsyncFlow is another one",
+            advice="install the same one everywhere",
+        )
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
@@ -136,15 +144,23 @@ class WorkerContext:
         """Return the model's tokenizer. Processes with other interpreters, or on other nodes, must have the same one.
         Raises ConfigError if it cannot be loaded, or produces other tokens than that of the first process."""
         tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.templates)
+        # There for gangs that are started by hand, which no launcher has asked before.
+        prompts = json.loads(self._store.get_existing(["first_prompts"]).get("first_prompts", "[]"))
         libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
-        by, probe = f"{self.name} ({libraries}, {sys.executable})", token_probe(tokenizer)
-        first = json.loads(self.said_first("tokens", json.dumps([by, probe])))
-        if first[1] != probe:
-            raise ConfigError(
-                f"model.path: the tokenizer of {self.config.model.path} gives other tokens in {by} than in {first[0]}; "
-                f"use the same versions of both libraries"
-            )
+        self._check_agreement(
+            "tokens",
+            token_identity(tokenizer, chat=self.config.data.chat_template, prompts=prompts),
+            by=f"{self.name} ({libraries}, {sys.executable})",
+            what=f"model.path: the tokenizer of {self.config.model.path} gives other tokens",
+            advice="use the same versions of both libraries",
+        )
         return tokenizer
+
+    def _check_agreement(self, key: str, own: Identity, *, by: str, what: str, advice: str) -> None:
+        """Raise ConfigError, which names what differs, if the first process that said `key` said something else."""
+        first_by, first = json.loads(self.said_first(key, json.dumps([by, own])))
+        if differing := differences(first, own):
+            raise ConfigError(f"{what} in {by} than in {first_by}: {differing}; {advice}")
 
     @property
     def elapsed_s(self) -> float:

@@ -1,12 +1,12 @@
 """Classes outside the package that a configuration names: imported, and their settings checked, before a run starts.
 
-The launcher imports neither torch nor a user's module. `resolve` starts one child that does so for all of them and
-returns the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout
-functions, data sources and samplers are tried in children of their own. Torch-free.
+The launcher imports neither torch nor a user's module. `resolve` starts one child, of each interpreter that will import
+some of them, which does so and returns the settings as each class's `Config` has them; a worker then imports its class
+itself. Rewards, rollout functions, data sources and samplers are tried in children of their own. Torch-free.
 """
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -45,29 +45,48 @@ def resolve(config: RunConfig) -> RunConfig:
     search_beside(config.code_directory)
     # Only the settings that were given: the class may have other defaults.
     algorithm = config.algorithm.model_dump(mode="json", exclude_unset=True)
-    pool = CallPool(
-        Entry("workers.roles.own_classes:resolving", {"run": config.model_dump(mode="json"), "algorithm": algorithm}),
-        what=", ".join(f"{field}: {name}" for field, _, name in outside),
-        limit="the deadline",
-        timeout_s=_TIMEOUT_S,
-        concurrency=1,
-    )
-    try:
-        pool.until_ready()
-        found = pool.call_and_wait(on="its settings")
-    except UserCodeFailed as error:
-        raise ConfigError(str(error)) from error
-    finally:
-        pool.close()
+    by_python: dict[str | None, list[tuple[str, str]]] = {}
+    for field, _, name in outside:
+        by_python.setdefault(_interpreter(field, config), []).append((field, name))
+    found: dict[str, Any] = {}
+    for python, named in by_python.items():
+        settings = {
+            "run": config.model_dump(mode="json"),
+            "algorithm": algorithm,
+            "fields": [field for field, _ in named],
+        }
+        pool = CallPool(
+            Entry("workers.roles.own_classes:resolving", settings, python=python),
+            what=", ".join(f"{field}: {name}" for field, name in named),
+            limit="the deadline",
+            timeout_s=_TIMEOUT_S,
+            concurrency=1,
+        )
+        try:
+            pool.until_ready()
+            found |= pool.call_and_wait(on="its settings")
+        except UserCodeFailed as error:
+            raise ConfigError(str(error)) from error
+        finally:
+            pool.close()
     return _with(config, found)
 
 
-def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
-    """Import the classes and check their settings, in the child; raises as `resolve`. The callee returns section ->
-    settings."""
+def _interpreter(field: str, config: RunConfig) -> str | None:
+    """Return the interpreter of the role that imports the class; None: the launcher's."""
+    section = field.partition(".")[0]
+    role = {"algorithm": "actor", "ref": "ref" if "ref" in config.roles else "actor_fwd"}.get(section, section)
+    return config.launcher.interpreter_here(role)
+
+
+def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any], fields: Collection[str]) -> Callee:
+    """Import the classes that these settings name, and check their settings, in the child; raises as `resolve`. The
+    callee returns section -> settings."""
     config = RunConfig.model_validate(run)
     found: dict[str, Any] = {}
     for field, registry, name in _outside(config):
+        if field not in fields:
+            continue
         try:
             found |= _settings_of(field, registry, name, config, algorithm)
         except ConfigError:

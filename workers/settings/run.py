@@ -3,11 +3,12 @@
 The launcher reads, checks and resolves it (`load_config`); workers load the run's resolved `config.yaml`.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.json_lines import replace_text
 from asyncflow.registry import Registry
@@ -152,6 +153,9 @@ class LauncherConfig(Settings):
     device_memory_gb: float | None = Field(None, gt=0)
     """Memory of every accelerator (GB): what cannot fit is refused, and `--dry-run` prints an estimate per role; null:
     neither."""
+    environments: dict[str, str | dict[str, str]] = Field({})
+    """Role -> the Python interpreter of its processes, e.g. `{rollout: /envs/vllm/bin/python}`, or node (its number, or
+    its host's name) -> interpreter; the other roles and nodes have the launcher's (docs/running.md)."""
     external_gangs: tuple[str, ...] = ()
     """Gangs (e.g. `rollout-1`) that you start by hand, with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)
@@ -173,6 +177,50 @@ class LauncherConfig(Settings):
     """How often within `restart_window_s` everything is restarted; after that the run fails."""
     restart_window_s: float = Field(600.0, gt=0)
     """Older failures do not count (s)."""
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _numbers_are_names(cls, given: Any) -> Any:
+        # YAML reads a node's number as one, JSON as text.
+        if not isinstance(given, dict):
+            return given
+        return {
+            role: {str(node): python for node, python in named.items()} if isinstance(named, dict) else named
+            for role, named in given.items()
+        }
+
+    @field_validator("environments")
+    @classmethod
+    def _names_interpreters(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            role: {node: _interpreter(python) for node, python in named.items()}
+            if isinstance(named, dict)
+            else _interpreter(named)
+            for role, named in given.items()
+        }
+
+    def interpreters(self, node: int, host: str) -> dict[str, str]:
+        """Return role -> its interpreter on a node; the other roles have that of the node's launcher."""
+        found = {}
+        for role, named in self.environments.items():
+            python = named.get(str(node), named.get(host)) if isinstance(named, dict) else named
+            if python is not None:
+                found[role] = python
+        return found
+
+    def interpreter_here(self, role: str) -> str | None:
+        """Return an interpreter of a role that this machine has, whichever node it is; None: the launcher's."""
+        named = self.environments.get(role, {})
+        candidates = named.values() if isinstance(named, dict) else [named]
+        return next((python for python in candidates if os.path.exists(python)), None)  # noqa: PTH110
+
+
+def _interpreter(text: str) -> str:
+    # Not resolved: the interpreter of a virtual environment is a link, and finds its packages by the link's place.
+    path = os.path.expanduser(text)  # noqa: PTH111 (pathlib's raises where a user has no home)
+    if not os.path.isabs(path):  # noqa: PTH117
+        raise ValueError(f"{text!r} is not absolute; write the interpreter's path out, from /")
+    return path
 
 
 class LoggerConfig(Settings):

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
 from launcher.checks.placement import Devices
 from launcher.checks.preflight import check_run
 from launcher.cli.launch import launch
@@ -92,6 +93,16 @@ def test_node_that_can_take_part_says_what_it_has(write_config: WriteConfig, tmp
     node = request.accept_node()
     assert (node.complaint, node.devices, node.settings.device) == ("", Devices("cpu"), "cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_node_asks_the_interpreters_of_its_own_gangs(write_config: WriteConfig, tmp_path: Path) -> None:
+    environments = {"rollout": {0: str(tmp_path / "none"), 1: str(tmp_path / "python")}}
+    source = write_config(launcher={"environments": environments, "device": "cpu"})
+    gangs = [GangSpec(f"rollout-{node}", "rollout", node, 1, ("cpu",), (node,)) for node in range(2)]
+    node = Request(config=str(source), run_dir=str(tmp_path / "run"), place=NodePlace(2, 1)).accept_node()
+    assert node.complaint == ""
+    with pytest.raises(ConfigError, match=r"launcher.environments: .*/python \(rollout\): cannot be run"):
+        node.check_gangs(gangs)
 
 
 def test_ranks_use_only_the_devices_that_every_node_has(

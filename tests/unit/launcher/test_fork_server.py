@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,21 +33,17 @@ def wait_until_stopped(pid: int, wanted: bool) -> None:
 
 
 def test_fork_server_that_a_signal_stopped_goes_on(
-    process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: "subprocess.Popen[bytes]", caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fork_server, "_forkserver", SimpleNamespace(_forkserver_pid=process.pid))
-    fork_server.let_go_on()
+    server: Any = object.__new__(fork_server.ForkServer)
+    server._process = process
+    server.let_go_on()
     assert not caplog.records
     process.send_signal(signal.SIGSTOP)
     wait_until_stopped(process.pid, True)
-    fork_server.let_go_on()
+    server.let_go_on()
     wait_until_stopped(process.pid, False)
     assert "the fork server was stopped by a signal" in caplog.text
-
-
-def test_without_a_fork_server_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_forkserver", SimpleNamespace(_forkserver_pid=None))
-    fork_server.let_go_on()
 
 
 def test_process_that_is_gone_is_not_stopped(process: "subprocess.Popen[bytes]") -> None:

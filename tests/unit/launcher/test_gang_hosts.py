@@ -1,10 +1,9 @@
 """How a gang over several nodes ends."""
 
 import signal
-from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from asyncflow.job import GangSpec
 from launcher.process.gang import GangAgent
@@ -110,24 +109,18 @@ def test_all_hosts_are_one_host_to_the_launcher() -> None:
     assert all(host.told[-3:] == [("start 1", "actor"), ("stacks", ""), ("close 3", "")] for host in hosts)
 
 
-def _before_torch_2_12(_: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
-    SENT.append((death_sig, None))
+@pytest.mark.parametrize("asked", [{}, {"timeout": 30}])  # before torch 2.12, and since
+def test_ranks_are_killed_whatever_the_agent_asks_for(asked: dict[str, int]) -> None:
+    ends: list[str] = []
 
+    class Process:
+        def kill(self) -> None:
+            ends.append("kill")
 
-def _since_torch_2_12(
-    _: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = 30
-) -> None:
-    SENT.append((death_sig, timeout))
+        def join(self, timeout_s: float) -> None:
+            ends.append("join")
 
-
-SENT: list[tuple[signal.Signals, int | None]] = []
-
-
-@pytest.mark.parametrize(("inherited", "timeout"), [(_before_torch_2_12, None), (_since_torch_2_12, 5)])
-def test_ranks_are_killed_whatever_the_agent_asks_for(
-    inherited: Callable[..., None], timeout: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalElasticAgent, "_shutdown", inherited)
-    SENT.clear()
-    GangAgent.__new__(GangAgent)._shutdown(signal.SIGTERM)
-    assert (*SENT,) == ((signal.SIGKILL, timeout),)
+    agent: Any = GangAgent.__new__(GangAgent)
+    agent._processes = {0: Process(), 1: Process()}
+    agent._shutdown(signal.SIGTERM, **asked)
+    assert ends == ["kill", "kill", "join", "join"]

@@ -11,16 +11,17 @@ from launcher.nodes.membership import DevicesUsed, Membership, needed_devices
 from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
 
 CPU = {node: DevicesUsed("cpu", 0) for node in range(3)}
+IDENTITY = {"AsyncFlow version": "1.0", "chat template": "a"}
 READY = Ready("boot", 12.5, 0.1)
 
 
 def hello(rank: int = 1, **changes: Any) -> Hello:
-    said = Hello(rank, 3, f"launcher-{rank}", f"host-{rank}", f"10.0.0.{rank}", "1.0", "cpu", 0)
+    said = Hello(rank, 3, f"launcher-{rank}", f"host-{rank}", f"10.0.0.{rank}", IDENTITY, "cpu", 0)
     return msgspec.structs.replace(said, **changes)
 
 
 def test_run_begins_when_all_are_ready() -> None:
-    members = Membership(3, CPU, "1.0")
+    members = Membership(3, CPU, IDENTITY)
     assert members.missing_nodes() == [1, 2]
     for rank in (2, 1):
         assert not members.is_complete()
@@ -37,7 +38,14 @@ def test_run_begins_when_all_are_ready() -> None:
     ("changes", "obstacle"),
     [
         ({"complaint": "model.path: '/m' is not there"}, "model.path: '/m' is not there"),
-        ({"version": "0.9"}, "it has AsyncFlow 0.9, node 0 has 1.0; install the same version everywhere"),
+        (
+            {"identity": {"AsyncFlow version": "0.9", "chat template": "a"}},
+            "it differs from node 0: AsyncFlow version (0.9, not 1.0); install the same versions and copy the same",
+        ),
+        (
+            {"identity": {"AsyncFlow version": "1.0", "chat template": "b", "end tokens": "c"}},
+            "it differs from node 0: chat template (b, not a); install",
+        ),
         ({"count": 2}, "it was started with --nnodes 2, node 0 with 3; give all the same"),
         (
             {"device": "npu", "num_devices": 4},
@@ -49,7 +57,7 @@ def test_run_begins_when_all_are_ready() -> None:
     ],
 )
 def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[str, Any], obstacle: str) -> None:
-    members = Membership(3, CPU | {1: DevicesUsed("npu", 8)}, "1.0")
+    members = Membership(3, CPU | {1: DevicesUsed("npu", 8)}, IDENTITY)
     answer = members.answer_hello("1.a", hello(1, **({"device": "npu", "num_devices": 8} | changes)))
     assert isinstance(answer, Refuse)
     assert not answer.later
@@ -60,13 +68,13 @@ def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[s
 
 
 def test_node_with_more_devices_than_are_used_is_welcome() -> None:
-    members = Membership(3, CPU | {1: DevicesUsed("npu", 3)}, "1.0")
+    members = Membership(3, CPU | {1: DevicesUsed("npu", 3)}, IDENTITY)
     assert members.answer_hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()
     assert members.answer_hello("2.a", hello(2, device="npu", num_devices=8)) == Welcome()
 
 
 def test_second_launcher_with_the_same_number_may_ask_later() -> None:
-    members = Membership(3, CPU, "1.0")
+    members = Membership(3, CPU, IDENTITY)
     members.answer_hello("1.a", hello(1))
     answer = members.answer_hello("1.b", hello(1, launcher="other", host="host-7"))
     assert answer == Refuse("node 1 is already host-1; give every node its own number", True)
@@ -78,7 +86,7 @@ def test_second_launcher_with_the_same_number_may_ask_later() -> None:
 
 
 def test_another_try_of_the_same_launcher_replaces_the_first_until_it_is_ready() -> None:
-    members = Membership(3, CPU, "1.0")
+    members = Membership(3, CPU, IDENTITY)
     assert members.answer_hello("1.a", hello(1)) == members.answer_hello("1.b", hello(1)) == Welcome()
     assert not members.ready("1.a", READY)
     assert members.ready("1.b", READY)
@@ -89,7 +97,7 @@ def test_another_try_of_the_same_launcher_replaces_the_first_until_it_is_ready()
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(3.2, "3.2 s ahead of node 0's"), (-61.0, "61.0 s behind node 0's")])
 def test_wrong_clock_is_worth_a_warning(ahead_s: float, words: str) -> None:
-    members = Membership(2, CPU, "1.0")
+    members = Membership(2, CPU, IDENTITY)
     members.answer_hello("1.a", hello(1, count=2))
     members.ready("1.a", Ready("boot", 0.0, ahead_s))
     (warning,) = members.clock_warnings()

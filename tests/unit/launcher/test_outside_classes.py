@@ -108,6 +108,11 @@ class Shapeless(Own):
         return {"advantages": Column.of_scalars(batch["rewards"].values[1:])}
 """
 
+FIELDS = (
+    "algorithm.name", "rollout.engine", "evaluate.engine", "actor.engine", "ref.engine", "tq.policy", "tq.backend.kind",
+    "loggers.0.name",
+)  # fmt: skip
+
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -205,7 +210,7 @@ def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any,
     run = load_config(find_recipe("quickstart")).model_dump(mode="json")
     run[section] = changes if section == "loggers" else {**run[section], **changes}
     with pytest.raises(ConfigError) as refused:
-        resolving(run, {})
+        resolving(run, {}, FIELDS)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -227,7 +232,7 @@ def test_algorithm_that_fails_is_refused_by_what_it_raised_before_anything_start
 ) -> None:
     run = load_config(find_recipe("quickstart")).model_dump(mode="json")
     with pytest.raises(ConfigError) as refused:
-        resolving({**run, "algorithm": {"name": f"outside_algorithms:{name}"}}, {})
+        resolving({**run, "algorithm": {"name": f"outside_algorithms:{name}"}}, {}, FIELDS)
     assert message in str(refused.value) and "\n" not in str(refused.value)
     if " raised " in message:
         assert "(" in str(refused.value) and "outside_algorithms.py:" in str(refused.value)
