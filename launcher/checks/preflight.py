@@ -24,7 +24,7 @@ from workers.calls.user_function import search_beside
 from workers.data.prompt_rows import PromptRow, ShownPrompt, check_ends, check_prompts, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.device_memory import Parts
+from workers.engines.device_memory import DTYPE_BYTES, Parts
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -81,6 +81,11 @@ class Preflight:
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
     notes: tuple[str, ...] = ()
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version of the weights on the wire."""
+        return self.num_parameters * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:

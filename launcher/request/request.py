@@ -136,6 +136,7 @@ class Accepted:
                     lineage=lineage,
                     started_at=started_at,
                     place=self.place,
+                    version_bytes=self.checked.version_bytes,
                 )
             except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:

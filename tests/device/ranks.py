@@ -1,6 +1,6 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory, broadcast
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: one of `MODES`
 PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.device import connect_group, group_backends, open_device, pin
+import asyncflow.device
+from asyncflow.device import connect_group, copied_ahead, group_backends, open_device, pin
 from tests.device.memory import memory
 from tests.device.plants import PLANTS
 from tests.device.steps import steps
@@ -241,6 +242,19 @@ def broadcast(device: torch.device, rank: int, num_ranks: int, directory: Path) 
     return follow(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
 
 
+def ahead(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Copy page-locked tensors ahead of their use, each into memory that an earlier one has left."""
+    sources = [torch.full((1 << 12,), float(k)) for k in range(24)]
+    if device.type != "cpu":
+        sources = [source.pin_memory() for source in sources]
+    asyncflow.device._AHEAD_BYTES = 2 * sources[0].nbytes
+    used = [there * 2 + k for k, there in enumerate(copied_ahead(sources, device))]
+    abandoned = copied_ahead(sources, device)
+    next(abandoned)
+    abandoned.close()
+    return {"sums": [float(one.sum()) for one in used], "contexts": _contexts(device)}
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for one in value.values() for tensor in _tensors(one)]
@@ -262,7 +276,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps, "memory": memory,
-    "broadcast": broadcast,
+    "broadcast": broadcast, "ahead": ahead,
 }  # fmt: skip
 
 

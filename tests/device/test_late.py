@@ -56,6 +56,13 @@ def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) ->
     assert [said["contexts"] for said in (*senders, receiver)] == [[3], [4], [5]]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tensors_that_are_copied_ahead_have_arrived_when_they_are_used(run: Run, schedule: str) -> None:
+    (expected,), (actual,) = run("ahead", device="cpu"), run("ahead", schedule)
+    assert actual["sums"] == expected["sums"]
+    assert actual["contexts"] == [3]
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_CASES", CASES)
