@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -181,10 +182,12 @@ class GlooPair:
         """Begin to send a bulk message; the other end must have asked for it or be about to."""
         return self._group.send([part], self._other, _BULK_TAG)
 
-    def receive_into(self, buffers: list[Tensor]) -> None:
-        """Receive bulk messages of exactly these sizes, in order, without a timeout."""
-        for work in [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]:
+    def receive_into(self, buffers: list[Tensor], came: Callable[[int], object]) -> None:
+        """Receive bulk messages of exactly these sizes, in order, without a timeout; `came` hears of each."""
+        posted = [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]
+        for number, work in enumerate(posted):
             work.wait(NO_TIMEOUT)
+            came(number)
 
     def abort(self) -> None:
         abort_gloo(self._group)
@@ -443,23 +446,16 @@ class Channel(ABC):
         return meta, payload
 
     def _receive_placed(self, placed: PlacedPayload, sizes: list[int]) -> None:
-        buffers: list[Tensor] = []
-        gathered: list[tuple[int, Tensor]] = []
-        offset = 0
-        for size in sizes:
-            buffer = placed.view(offset, size)
-            if buffer is None:
-                buffer = buffer_pool().borrow_buffer(size)
-                gathered.append((offset, buffer))
-            buffers.append(buffer)
-            offset += aligned(size)
-        self._receive_into(buffers)
-        for start, buffer in gathered:
-            placed.write(start, buffer)
+        starts = [0, *accumulate(aligned(size) for size in sizes)]
+        views = [placed.view(start, size) for start, size in zip(starts, sizes, strict=False)]
+        buffers = [
+            buffer_pool().borrow_buffer(size) if view is None else view for view, size in zip(views, sizes, strict=True)
+        ]
+        self._receive_into(buffers, lambda number: placed.accept_range(starts[number], buffers[number]))
 
-    def _receive_into(self, buffers: list[Tensor]) -> None:
+    def _receive_into(self, buffers: list[Tensor], came: Callable[[int], object] = lambda _: None) -> None:
         try:
-            self._pair.receive_into(buffers)
+            self._pair.receive_into(buffers, came)
         except RuntimeError as error:
             raise self._mark_broken("the peer is gone") from error
 

@@ -127,7 +127,9 @@ class Agent(Protocol):
     def peer_has(self, peer: str, held: Sequence[HeldVersion]) -> None: ...
     def peer_plan(self, plan: bytes) -> None: ...
     def peer_lost(self, peer: str) -> None: ...
-    def write_bucket(self, fetch: Fetch, reply: BucketFetched, payload: Tensor, landed: Sequence[Tensor]) -> bool: ...
+    def write_bucket(
+        self, fetch: Fetch, reply: BucketFetched, payload: Tensor, placed: PlacedPayload | None
+    ) -> bool: ...
     def fetch_ended(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None: ...
 
 
@@ -140,15 +142,15 @@ class _Attempt:
         # If the delta fails, get the whole bucket, with one retry.
         self.bases = [None, None] if base is None else [base, None, None]
         self.num_bytes = 0
-        self.landed: list[Tensor] = []
+        self.placed: PlacedPayload | None = None
 
     def place(self, reply: object) -> PlacedPayload | None:
         """Return where a whole bucket goes; a delta goes elsewhere."""
         if not isinstance(reply, BucketFetched) or reply.base is not None:
             return None
         pull = self.fetch.pull
-        self.landed = self.fetch.region.landing(pull.plan.buckets[pull.bucket])
-        return PlacedPayload(self.landed)
+        self.placed = PlacedPayload(self.fetch.region.landing(pull.plan.buckets[pull.bucket]))
+        return self.placed
 
 
 _Event = PeerHas | Fetch | _Attempt | _PlanWanted | _Lost
@@ -268,6 +270,7 @@ class PeerLink:
 
     def _submit(self, attempt: _Attempt) -> None:
         pull = attempt.fetch.pull
+        attempt.placed = None
         request = FetchBucket(pull.version, pull.bucket, attempt.bases.pop(0))
         future = self._next_channel().submit(request, timeout_s=_FETCH_TIMEOUT_S, place=attempt.place)
         future.add_done_callback(lambda done: self._take_in(attempt, done))
@@ -296,7 +299,7 @@ class PeerLink:
             reply, payload = future.result()
             assert isinstance(reply, BucketFetched)
             attempt.num_bytes += reply.num_bytes
-            matches = self._agent.write_bucket(attempt.fetch, reply, payload, attempt.landed)
+            matches = self._agent.write_bucket(attempt.fetch, reply, payload, attempt.placed)
             problem = "" if matches else "its checksum does not match"
         except PeerRefused as error:
             logger.info("%s: %s", self._name, error)
@@ -540,12 +543,12 @@ class WeightAgent:
         checksum = pull.checksum if matches else None
         self._decide_and_reply(lambda: self._state.end_pull(pull.peer, pull.version, pull.bucket, checksum))
 
-    def write_bucket(self, fetch: Fetch, reply: BucketFetched, payload: Tensor, landed: Sequence[Tensor]) -> bool:
+    def write_bucket(self, fetch: Fetch, reply: BucketFetched, payload: Tensor, placed: PlacedPayload | None) -> bool:
         """Write what another agent sent into the slot; False: the checksum does not match, or the delta's base is gone.
 
         Args:
-            payload: a delta, or a whole bucket that did not come over the wire; empty: it went to `landed`.
-            landed: from `Region.landing`.
+            payload: a delta, or a whole bucket that did not come over the wire; empty: it went where `placed` says.
+            placed: in memory from `Region.landing`.
 
         Raises:
             WeightSyncError: the delta cannot be read.
@@ -559,17 +562,14 @@ class WeightAgent:
             delta = payload[: reply.num_bytes]
             apply_delta(delta, packed, element_bytes=_element_bytes(bucket, fetch.region.layout))
             fetch.region.unpack(bucket.pieces, packed)
-        else:
-            if payload.numel():
-                landed = fetch.region.landing(bucket)
-                placed = PlacedPayload(landed)
-                if placed.num_bytes != payload.numel():
-                    return False
-                placed.write(0, payload)
-            elif not landed:
+            return fetch.region.bucket_checksum(bucket) == pull.checksum
+        if placed is None or payload.numel():
+            placed = PlacedPayload(fetch.region.landing(bucket))
+            if placed.num_bytes != payload.numel():
                 return False
-            fetch.region.settle(bucket, landed)
-        return fetch.region.bucket_checksum(bucket) == pull.checksum
+            placed.accept_range(0, payload)
+        fetch.region.settle(bucket, placed.parts)
+        return placed.checksum == pull.checksum
 
     def _decide_and_reply(self, decide: Callable[[], list[Instruction]]) -> None:
         """Decide and carry out under the lock, but send the replies without it."""

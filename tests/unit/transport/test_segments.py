@@ -1,6 +1,7 @@
 """Payloads that go over the wire: what is packed, what goes as it is, and where it lands."""
 
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,10 +50,11 @@ def test_what_is_sent_lands_where_each_piece_goes(sizes: list[int]) -> None:
         data = torch.zeros(segment_bytes(part), dtype=torch.uint8)
         data.copy_(part) if isinstance(part, Tensor) else part.write(data)
         view = placed.view(offset, data.numel())
-        placed.write(offset, data) if view is None else view.copy_(data)
         # Long pieces go straight to their memory.
         assert view is not None or not isinstance(part, Tensor)
+        placed.accept_range(offset, data if view is None else view.copy_(data))
         offset += aligned(data.numel())
+    assert placed.checksum == xxhash.xxh3_64_intdigest(b"".join(part.numpy().tobytes() for part in sent))
     assert all(torch.equal(one, other) for one, other in zip(landed, sent, strict=True))
 
 

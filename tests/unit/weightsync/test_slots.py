@@ -135,7 +135,10 @@ def test_a_dropped_version_is_nowhere_and_its_readers_keep_the_memory() -> None:
 
 def test_a_dropped_version_that_is_read_is_replaced_last() -> None:
     slots = Slots(3)
-    older, dropped, _ = (complete(slots, Version(0, step)) for step in (1, 2, 3))
+    older, dropped = complete(slots, Version(0, 1)), complete(slots, Version(0, 2))
+    older.readers.add("receiver")
+    complete(slots, Version(0, 3))
+    older.readers.clear()
     dropped.readers.add("receiver")
     dropped.dropped = True
     assert take(slots, Version(0, 4)) is older
