@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -253,7 +253,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [next(parts) if tensor.device != device else tensor for tensor in tensors]
 
 
-def copied_ahead(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+def copied_ahead(tensors: Sequence[Tensor], device: torch.device) -> Generator[Tensor, None, None]:
     """Yield tensors on `device`, in order; while one is used, the next ones travel on a stream of their own.
 
     What is yielded is the current stream's, which sees the copy. The sources must not change until the iterator is

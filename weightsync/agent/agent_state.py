@@ -501,7 +501,8 @@ class AgentState:
         No writer waits for a best-effort reader. Such a reader keeps its memory when the slot is needed.
         """
         self._watchers[session] = (call, newer_than, best_effort)
-        first, _ = not self._followers, self._followers.add(session)
+        first = not self._followers
+        self._followers.add(session)
         return self._serve_watchers() + (self._schedule_pulls() if first else [])
 
     def borrow_version(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
