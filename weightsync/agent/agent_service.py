@@ -100,6 +100,8 @@ _CONNECT_TIMEOUT_S = 5.0
 # Channels for buckets to one peer; fewer where all of an agent's would be more than `_MOST_CHANNELS`.
 CHANNELS_PER_PEER = 4
 _MOST_CHANNELS = 256
+# Clients on the agent's own node.
+_LOCAL_CLIENTS = 1024
 # A link that carries less counts as broken (bytes per second).
 _LEAST_RATE = 10e6
 # Buckets in flight in a channel: one is sent while the next one is asked for.
@@ -486,7 +488,15 @@ class WeightAgent:
                 )
                 for peer in peers
             }
-        self._server = ChannelServer(credentials, name, Request, self, limits=limits, threads=self.threads)
+        self._server = ChannelServer(
+            credentials,
+            name,
+            Request,
+            self,
+            limits=limits,
+            max_clients=_LOCAL_CLIENTS + (1 + num_channels) * len(peers),
+            threads=self.threads,
+        )
         self._timer = self.threads.start(self._run_clock, name="weights-timer")
 
     def status(self) -> AgentStatus:
