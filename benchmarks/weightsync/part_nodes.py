@@ -249,7 +249,7 @@ def raw(port: int, pipe: Any, host: str, secret: bytes, rank: int, num_bytes: in
             group.send([ready], 0, 1).wait()
         else:
             group.recv([ready.clone()], 1, 1).wait()
-        for part in parts[number].split(MESSAGE_BYTES):
+        for part in torch.split(parts[number], MESSAGE_BYTES):
             in_flight.append(group.recv([part], 0, 0) if rank else group.send([part], 1, 0))
             if len(in_flight) == _IN_FLIGHT:
                 in_flight.popleft().wait()
