@@ -328,8 +328,8 @@ class Slots:
         if any(slot.version is None or slot.dropped or slot.number in dispensable for slot in used):
             return False
         older = [slot for slot in used if slot.complete and slot is not self.newest]
-        # Once a version that is being written is complete, the one before it is an older one.
-        coming = any(not slot.complete and (slot.writers or slot.pulling) for slot in used)
+        # Once a version that lacks another rank's part is complete, the one before it is an older one.
+        coming = any(not slot.complete for slot in used)
         return (bool(older) or coming) and all(slot.readers or slot.number in lagging for slot in older)
 
     def abandon_parts(self, before: Version, rank: int, session: object) -> None:
