@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ _GROWING = "expandable_segments:True"
 _BUFFERS = 2
 # Alignment of a buffer's parts (bytes).
 _ALIGNED = 64
+# What `copied_ahead` has on the device before it is used (bytes), unless one tensor is larger.
+_AHEAD_BYTES = 2**28
 # How often an abortable wait checks its stop (s).
 _LOOK_S = 0.2
 
@@ -249,6 +251,46 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         for tensor, start in zip(moved, starts, strict=False)
     )
     return [next(parts) if tensor.device != device else tensor for tensor in tensors]
+
+
+def copied_ahead(tensors: Sequence[Tensor], device: torch.device) -> Generator[Tensor, None, None]:
+    """Yield tensors on `device`, in order; while one is used, the next ones travel on a stream of their own.
+
+    What is yielded is the current stream's, which sees the copy. The sources must not change until the iterator is
+    exhausted or closed. Page-locked ones travel beside computation and collectives, and those of several processes at
+    the same time.
+    """
+    if device.type == "cpu":
+        yield from (tensor.to(device) for tensor in tensors)
+        return
+    use_device(device)
+    stream = torch.Stream(device=device)
+    waiting, travelling = deque(tensors), deque[tuple[Tensor, torch.Event | None]]()
+    num_bytes = 0
+    try:
+        while waiting or travelling:
+            while waiting and (not travelling or num_bytes + waiting[0].nbytes <= _AHEAD_BYTES):
+                source = waiting.popleft()
+                num_bytes += source.nbytes
+                travelling.append(_begin_copy(source, device, stream))
+            there, copied = travelling.popleft()
+            num_bytes -= there.nbytes
+            if copied is not None:
+                torch.accelerator.current_stream(device).wait_event(copied)
+            yield there
+    finally:
+        stream.synchronize()
+
+
+def _begin_copy(source: Tensor, device: torch.device, stream: torch.Stream) -> tuple[Tensor, torch.Event | None]:
+    if source.device == device:
+        return source, None
+    # Allocated in the current stream, whose earlier work may still use this memory; its later work waits for the copy.
+    there = torch.empty_like(source, device=device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        there.copy_(source, non_blocking=True)
+        return there, stream.record_event()
 
 
 class CopyStream:

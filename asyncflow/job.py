@@ -9,14 +9,16 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, MutableMapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, replace
-from ipaddress import IPv4Network, IPv6Network, ip_address
+from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network, ip_address, ip_interface
 from pathlib import Path
 from typing import Any
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.mac import Mac
 from asyncflow.run_files import JOB_FILE
 
 _ERROR_PREFIX = "error:"
@@ -66,6 +68,15 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Network:
+    """A network of node 0 that is faster than the way to the job store."""
+
+    cidr: str  # e.g. `10.1.0.0/16`
+    address: str  # node 0's in it
+    port: int  # where node 0 answers, while the nodes join; see `OfferedNetworks`
+
+
+@dataclass(frozen=True)
 class Job:
     """Endpoints and membership of one run."""
 
@@ -81,6 +92,9 @@ class Job:
     clock: HostClock  # of the head launcher's host; every timeline there uses it
     # All hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
     nodes: tuple[Node, ...] = ()
+    networks: tuple[Network, ...] = ()  # that the other nodes try as they join, the fastest one first
+    # The one that all nodes reach, by which channels, collectives and weights go; "": the way to the job store.
+    network: str = ""
     revision: int = 0  # counts the writes, so that other hosts know whether they see the newest file
 
     def with_changes(self, **fields: Any) -> "Job":
@@ -123,7 +137,9 @@ class Job:
             for gang in fields.pop("gangs")
         )
         nodes = tuple(Node(**{**node, "clock": HostClock(**node["clock"])}) for node in fields.pop("nodes"))
-        return Job(gangs=gangs, nodes=nodes, clock=HostClock(**fields.pop("clock")), **fields)
+        networks = tuple(Network(**network) for network in fields.pop("networks", ()))
+        clock = HostClock(**fields.pop("clock"))
+        return Job(gangs=gangs, nodes=nodes, networks=networks, clock=clock, **fields)
 
 
 def last_words(error: BaseException | None) -> str:
@@ -140,21 +156,27 @@ def error_in(words: str | None) -> str:
 
 # This host's addresses and network interfaces, and which of them lead to another host. Linux, without torch.
 #
-# Sockets of a one-node run stay on loopback. On several nodes a process uses the interface that leads to the job store,
-# unless the user named another one.
+# Sockets of a one-node run stay on loopback. On several nodes a process uses the interface that the user named, else
+# that in the fastest network that all nodes reach, else the one that leads to the job store:
+#
+#     node 0       offers its networks that are faster than the store's (`OfferedNetworks`), in job.json
+#     other nodes  connect through their own interface in each of them (`list_reached`), and say which answered
+#     node 0       writes the fastest one that all reach into job.json, from which every process reads it
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net")
 _ROUTE_UP, _ROUTE_REJECT, _ROUTE_LOCAL = 0x1, 0x200, 0x80000000
 # Addresses reserved for documentation (RFC 5737, 3849): nothing is sent to them, only their route is looked up.
 _ANYWHERE = ("203.0.113.1", "2001:db8::1")
+_INTERFACES = Path("/sys/class/net")
+_PROBE_TIMEOUT_S = 2.0
 
 
-def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.environ) -> None:
-    """Make this process's collective libraries use the interface that leads to the job store.
+def choose_interfaces(store_host: str, network: str = "", env: MutableMapping[str, str] = os.environ) -> None:
+    """Make this process's collective libraries use the interface in `network`, or that leads to the job store.
 
     Call it before the first process group. On one node that is loopback, whatever the user has set for other jobs.
     Raises ConfigError if no interface leads there, and the user named none.
@@ -162,9 +184,119 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
     if is_loopback(store_host):
         env[GLOO_INTERFACE] = LOOPBACK_INTERFACE
         return
-    wanted = [variable for variable in _INTERFACE_VARIABLES if not env.get(variable)]
+    wanted = [variable for variable in INTERFACE_VARIABLES if not env.get(variable)]
     if wanted:
-        env.update(dict.fromkeys(wanted, interface_towards(store_host)))
+        own = own_interface(network) if network else None
+        name = interface_towards(store_host) if own is None else own[0]
+        # NCCL and HCCL take a bare name as a prefix: eth1 would be eth10, too.
+        env.update({variable: name if variable == GLOO_INTERFACE else f"={name}" for variable in wanted})
+
+
+def link_speed(interface: str, interfaces: Path = _INTERFACES) -> float:
+    """Return an interface's speed (Gb/s); 0: the kernel does not know it."""
+    try:
+        return max(0, int((interfaces / interface / "speed").read_text())) / 1000
+    except (OSError, ValueError):
+        return 0.0
+
+
+def own_interface(cidr: str) -> tuple[str, str] | None:
+    """Return (interface, address) of this host in a network; None: it has none there."""
+    return next(((name, str(own.ip)) for name, own in own_addresses() if str(own.network) == cidr), None)
+
+
+def own_addresses() -> list[tuple[str, IPv4Interface | IPv6Interface]]:
+    """Return the addresses of this host with their networks, by interface; only those that other hosts may reach."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if name in up and each.family in (socket.AF_INET, socket.AF_INET6) and each.netmask:
+                prefix = ip_address(each.netmask)
+                bits = f"{int(prefix):b}".count("1")
+                own = ip_interface(f"{each.address.partition('%')[0]}/{bits}")
+                if not own.is_loopback and not own.is_link_local:
+                    found.append((name, own))
+    return found
+
+
+def describe_way(interface: str, version_bytes: int) -> str:
+    """Return an interface's speed, and how long a weight version takes over it."""
+    speed = link_speed(interface)
+    if not speed:
+        return f"{interface}, whose speed is not known"
+    seconds = version_bytes * 8 / 1e9 / speed
+    takes = f": a version of the weights ({version_bytes / 1e9:.3g} GB) takes {seconds:.2g} s" if version_bytes else ""
+    return f"{interface}, {speed:g} Gb/s{takes}"
+
+
+class OfferedNetworks:
+    """Node 0's networks that are faster than the way to the job store. Answers in each of them until `close`."""
+
+    def __init__(self, store_host: str, secret: str, env: Mapping[str, str] = os.environ) -> None:
+        self.networks: tuple[Network, ...] = ()
+        self._listeners: list[socket.socket] = []
+        # With an interface of the user's own choice there is nothing to choose.
+        if is_loopback(store_host) or env.get(GLOO_INTERFACE):
+            return
+        least = link_speed(interface_towards(store_host))
+        if not least:  # of unknown speed, as in most virtual machines, and perhaps the fastest
+            return
+        found = []
+        for name, own in sorted(own_addresses(), key=lambda each: (-link_speed(each[0]), each[0])):
+            address, cidr = str(own.ip), str(own.network)
+            if link_speed(name) <= least:
+                break
+            with contextlib.suppress(OSError):  # an address that is not usable yet
+                listener = socket.create_server((address, 0), family=family_of(address))
+                self._listeners.append(listener)
+                found.append(Network(cidr, address, listener.getsockname()[1]))
+                thread = threading.Thread(target=_answer_probes, args=(listener, _proof(secret, cidr)), daemon=True)
+                thread.start()
+        self.networks = tuple(found)
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # wakes the thread in `accept`
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def list_reached(networks: Iterable[Network], secret: str, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return which of node 0's networks this host reaches through an interface of its own there."""
+    if env.get(GLOO_INTERFACE):
+        return []
+    return [network.cidr for network in networks if _is_reached(network, secret)]
+
+
+def _is_reached(network: Network, secret: str) -> bool:
+    own = own_interface(network.cidr)
+    if own is None or own[1] == network.address:  # such as the address that every host's docker0 has
+        return False
+    expected = _proof(secret, network.cidr)
+    try:
+        with socket.create_connection(
+            (network.address, network.port), _PROBE_TIMEOUT_S, source_address=(own[1], 0)
+        ) as probe:
+            return probe.recv(len(expected), socket.MSG_WAITALL) == expected
+    except OSError:
+        return False
+
+
+def _proof(secret: str, cidr: str) -> bytes:
+    return Mac(bytes.fromhex(secret), "network").compute_proof(cidr.encode())
+
+
+def _answer_probes(listener: socket.socket, proof: bytes) -> None:
+    while True:
+        try:
+            probe, _ = listener.accept()
+        except OSError:  # closed
+            return
+        with probe, contextlib.suppress(OSError):
+            probe.sendall(proof)
 
 
 def choose_interface(host: str) -> None:

@@ -87,8 +87,8 @@ class WeightSyncConfig(Settings):
     """Element type on the wire and in the slots, to which the trainer casts; null: that of the generating copies
     (`model.dtype`)."""
     num_slots: int = Field(3, ge=2, le=16)
-    """Versions that a node keeps in shared memory, including the one being written. With 2, a trainer may wait for a
-    slow receiver."""
+    """Versions that a node keeps in shared memory at most, including the one being written. Beyond two, memory is taken
+    only once a receiver lags, or with `delta`. With 2, a trainer may wait for a slow receiver."""
     max_updating: int | None = Field(None, ge=1)
     """How many generating instances may swap their weights at the same time, while the others keep generating; null:
     all."""

@@ -202,6 +202,7 @@ class HeldVersion(msgspec.Struct):
     version: Version
     plan: str  # digest
     checksums: dict[int, int]  # by bucket index, of the buckets that it has
+    is_fetched: bool = False  # whether it is fetching others
 
 
 class PeerHas(msgspec.Struct, tag=True):
@@ -216,10 +217,10 @@ class PlanFetched(msgspec.Struct, tag=True):
 
 
 class BucketFetched(msgspec.Struct, tag=True):
-    """The payload's first `num_bytes` bytes are the bucket, or a delta against `base`."""
+    """The payload is the bucket's pieces, aligned as in any `Payload`, or a delta against `base`."""
 
     base: Version | None
-    num_bytes: int
+    num_bytes: int  # of the delta, or of all pieces
 
 
 class AgentStatus(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@
 #
 # A version that does not arrive intact is taken from the agent instead, and the next broadcast has new groups.
 
+import contextlib
 import logging
 import os
 import struct
@@ -31,7 +32,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncflow.device import use_device, wait_for_device
+from asyncflow.device import copied_ahead, use_device, wait_for_device
 from asyncflow.errors import (
     AsyncFlowError,
     EngineFailed,
@@ -681,12 +682,15 @@ class RankReceiver(WeightReceiver):
     def held(self, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the held version, on the rank's device; collective over the ranks."""
         assert self._held is not None, "held() before hold()"
-        for name, view in self._held.views.items():
-            owner = self._owners[name]
-            mine = owner == self._rank
-            values = view.to(self._device) if mine else torch.empty_like(view, device=self._device)
-            share(values, owner)
-            yield name, values
+        views = self._held.views
+        # All ranks copy their own tensors at the same time, ahead of their turns to share them.
+        own = copied_ahead([view for name, view in views.items() if self._owners[name] == self._rank], self._device)
+        with contextlib.closing(own):
+            for name, view in views.items():
+                owner = self._owners[name]
+                values = next(own) if owner == self._rank else torch.empty_like(view, device=self._device)
+                share(values, owner)
+                yield name, values
 
     def let_go(self) -> None:
         if self._held is not None:

@@ -15,6 +15,7 @@ import struct
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from asyncflow.device import pin
 from asyncflow.errors import TransportError, WeightSyncError
+from asyncflow.transport.channel import buffer_pool
 from asyncflow.transport.frame import create_memfd, open_memfd
 from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TensorSpec, TransferPlan
 
@@ -35,6 +37,7 @@ _CPU = torch.device("cpu")
 _HEADER_BYTES = mmap.PAGESIZE  # the token's page
 _MADV_POPULATE_READ = 22  # Linux 5.14; absent from the mmap module of Python 3.11
 _MADV_POPULATE_WRITE = 23
+_SHMEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class SlotOffer(msgspec.Struct, frozen=True):
@@ -124,6 +127,17 @@ class SlotMappings:
         self._memories.clear()
 
 
+def huge_pages_line(switch: Path = _SHMEM_SWITCH) -> str:
+    """Say whether this system has huge pages for slots: they take less time to populate and to page-lock."""
+    try:
+        granted = "[never]" not in (text := switch.read_text()) and "[deny]" not in text
+    except OSError:
+        granted = False
+    if granted:
+        return "slots of weights lie in huge pages where the kernel finds them"
+    return f"slots of weights lie in ordinary pages; `echo advise > {switch}` on this host allows huge ones"
+
+
 def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return byte ranges (start, stop) in order, joined where they touch or overlap."""
     found: list[tuple[int, int]] = []
@@ -168,6 +182,8 @@ def _map(
 ) -> Tensor:
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes, flags=mmap.MAP_SHARED, prot=protection)
+    with contextlib.suppress(OSError):  # see `huge_pages_line`
+        memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)[_HEADER_BYTES:]
     page = mmap.PAGESIZE  # lock whole pages, none twice: a copy's range must be locked entirely or not at all
     used = [(0, num_bytes)] if extents is None else extents
@@ -483,6 +499,28 @@ class Region:
             else:
                 target.copy_(source.clone().view(target.dtype).view(target.shape))
             offset += num_bytes
+
+    def list_parts(self, bucket: Bucket) -> list[Tensor]:
+        """Return a bucket's pieces, uint8: views where they are one run of memory, else copies."""
+        return [self._bytes_of(piece) for piece in bucket.pieces]
+
+    def landing(self, bucket: Bucket) -> list[Tensor]:
+        """Return memory to receive a bucket's pieces in, uint8; then `settle` them. Most of it is the region's own."""
+        return [
+            self.bytes_at(*run) if (run := self.layout.piece_run(piece)) is not None else self._borrow_for(piece)
+            for piece in bucket.pieces
+        ]
+
+    def settle(self, bucket: Bucket, landed: Sequence[Tensor]) -> None:
+        """Move what was received to where it belongs, if it is not there yet."""
+        for piece, data in zip(bucket.pieces, landed, strict=True):
+            if self.layout.piece_run(piece) is None:
+                target = self.view_piece(piece)
+                target.copy_(data.view(target.dtype).view(target.shape))
+
+    def _borrow_for(self, piece: Piece) -> Tensor:
+        view = self.view_piece(piece)
+        return buffer_pool().borrow_buffer(view.numel() * view.element_size())
 
     def copy_bucket(self, bucket: Bucket, source: "Region") -> None:
         for piece in bucket.pieces:

@@ -12,6 +12,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
 import select
@@ -20,9 +21,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -46,7 +49,9 @@ from asyncflow.transport.frame import (
     Limits,
     Payload,
     PeerArena,
+    PlacedPayload,
     Route,
+    aligned,
     decode_frame,
     encode_frame,
     place,
@@ -72,9 +77,23 @@ _POOL_BYTES = 2**33  # address space; pages are allocated on first use
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE appeared in Python 3.13
 
 
+_num_devices = 1
+_next_device = itertools.count()
+
+
+def spread_channels(num_threads: int) -> None:
+    """Have the groups that this process builds from now on share so many threads, in turn.
+
+    Gloo reads all data of a device in its one thread, at the speed of one core. For a process that moves bulk data over
+    several channels at the same time.
+    """
+    global _num_devices
+    _num_devices = num_threads
+
+
 @cache
-def gloo_device() -> Any:
-    """Return this process's single Gloo device: one thread and one descriptor, however many channels share it."""
+def gloo_device(number: int = 0) -> Any:
+    """Return one of this process's Gloo devices: a thread and a descriptor, however many channels share it."""
     interfaces = os.environ.get(GLOO_INTERFACE)
     if interfaces:  # PyTorch accepts a comma-separated list; a pair needs one
         return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
@@ -93,7 +112,7 @@ def gloo_group(
         num_threads: operations that run at the same time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [gloo_device()]
+    options._devices = [gloo_device(next(_next_device) % _num_devices)]
     options._threads = num_threads
     options._timeout = max(_LEAST_MEETING, timeout / _TIMEOUTS_OF_A_MEETING)
     group = ProcessGroupGloo(store, rank, size, options)
@@ -163,10 +182,12 @@ class GlooPair:
         """Begin to send a bulk message; the other end must have asked for it or be about to."""
         return self._group.send([part], self._other, _BULK_TAG)
 
-    def receive_into(self, buffers: list[Tensor]) -> None:
-        """Receive bulk messages of exactly these sizes, in order, without a timeout."""
-        for work in [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]:
+    def receive_into(self, buffers: list[Tensor], came: Callable[[int], object]) -> None:
+        """Receive bulk messages of exactly these sizes, in order, without a timeout; `came` hears of each."""
+        posted = [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]
+        for number, work in enumerate(posted):
             work.wait(NO_TIMEOUT)
+            came(number)
 
     def abort(self) -> None:
         abort_gloo(self._group)
@@ -244,6 +265,8 @@ class Channel(ABC):
         self._out_view = self._out.numpy().data
         # Regions of the peer's memory that we no longer read; the next frames report them.
         self._released: deque[int] = deque()
+        # Asked for each payload that comes over the wire, by request id and message: where it goes; None: anywhere.
+        self.place_payload: Callable[[int, bytes], PlacedPayload | None] = lambda _, __: None
 
     @abstractmethod
     def post_receives(self, frames: int) -> None:
@@ -284,8 +307,9 @@ class Channel(ABC):
     def receive(self) -> tuple[Frame, bytes, Tensor]:
         """Wait for one message, without a deadline; returns (frame, meta, payload uint8 [payload_bytes]).
 
-        The payload is the caller's while a view of it exists. A goodbye is the last message. Raises TransportError if
-        the peer is gone or broke the protocol; the channel cannot be used any more.
+        The payload is the caller's while a view of it exists, and empty if it went where `place_payload` said. A
+        goodbye is the last message. Raises TransportError if the peer is gone or broke the protocol; the channel cannot
+        be used any more.
         """
         try:
             frame = self._next_frame()
@@ -413,13 +437,25 @@ class Channel(ABC):
             self._receive_into([body])
             frame.accept_body(body.numpy().tobytes())
         sizes, meta = frame.split_body()
+        placed = self.place_payload(frame.request_id, meta)
+        if placed is not None and placed.num_bytes == frame.payload_bytes:
+            self._receive_placed(placed, sizes)
+            return meta, _NOTHING
         payload = buffer_pool().borrow_buffer(frame.payload_bytes)
         self._receive_into(place(payload, sizes))
         return meta, payload
 
-    def _receive_into(self, buffers: list[Tensor]) -> None:
+    def _receive_placed(self, placed: PlacedPayload, sizes: list[int]) -> None:
+        starts = [0, *accumulate(aligned(size) for size in sizes)]
+        views = [placed.view(start, size) for start, size in zip(starts, sizes, strict=False)]
+        buffers = [
+            buffer_pool().borrow_buffer(size) if view is None else view for view, size in zip(views, sizes, strict=True)
+        ]
+        self._receive_into(buffers, lambda number: placed.accept_range(starts[number], buffers[number]))
+
+    def _receive_into(self, buffers: list[Tensor], came: Callable[[int], object] = lambda _: None) -> None:
         try:
-            self._pair.receive_into(buffers)
+            self._pair.receive_into(buffers, came)
         except RuntimeError as error:
             raise self._mark_broken("the peer is gone") from error
 

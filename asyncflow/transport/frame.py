@@ -22,7 +22,7 @@ import secrets
 import struct
 import threading
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +186,50 @@ def place(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         places.append(payload[offset : offset + size])
         offset += aligned(size)
     return places
+
+
+class PlacedPayload:
+    """Where a payload's pieces go, so that what is received need not be copied again, and what came.
+
+    Args:
+        parts: uint8, 1-D, contiguous: memory for each piece of the sender's `Payload`, in order.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+        self._starts: list[int] = []
+        self.num_bytes = 0
+        for part in parts:
+            self._starts.append(self.num_bytes)
+            self.num_bytes += aligned(part.numel())
+        self._hasher = xxhash.xxh3_64()
+
+    @property
+    def checksum(self) -> int:
+        """64-bit xxh3 of the pieces that came."""
+        return self._hasher.intdigest()
+
+    def view(self, offset: int, num_bytes: int) -> Tensor | None:
+        """Return the memory of a range of the payload; None: it spans several pieces, so receive it elsewhere."""
+        number = bisect_right(self._starts, offset) - 1
+        start = offset - self._starts[number]
+        part = self.parts[number]
+        return part[start : start + num_bytes] if start + num_bytes <= part.numel() else None
+
+    def accept_range(self, offset: int, data: Tensor) -> None:
+        """A range of the payload came, uint8 [bytes]: move it to where it goes, unless it is there. In order."""
+        # Hashed at once, while it is in the cache and the next range is being received.
+        end = offset + data.numel()
+        first = max(0, bisect_right(self._starts, offset) - 1)
+        for start, part in zip(self._starts[first:], self.parts[first:], strict=True):
+            if start >= end:
+                return
+            low, high = max(start, offset), min(start + part.numel(), end)
+            if low < high:
+                came, target = data[low - offset : high - offset], part[low - start : high - start]
+                if came.data_ptr() != target.data_ptr():
+                    target.copy_(came)
+                self._hasher.update(came.numpy().data)
 
 
 def _segments(payload: Payload) -> Iterator[Tensor | Payload]:

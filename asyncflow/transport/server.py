@@ -39,7 +39,7 @@ from asyncflow.errors import (
 from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.channel import Channel, PipeChannel, Pipes
-from asyncflow.transport.frame import FrameKind, Limits, Payload
+from asyncflow.transport.frame import FrameKind, Limits, Payload, PlacedPayload
 from asyncflow.transport.meeting import (
     ChannelAsk,
     Credentials,
@@ -578,6 +578,8 @@ class Connection:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}
+        self._places: dict[int, Callable[[Any], PlacedPayload | None]] = {}
+        self._channel.place_payload = self._place_payload
         self._closed = threading.Event()
         self._turns: ReadingTurns | None = None
         if isinstance(self._channel, PipeChannel) and not callbacks_only:
@@ -590,13 +592,21 @@ class Connection:
             raise TransportError(f"channel to {service}: {error}") from error
 
     def submit(
-        self, message: Any, payload: Payload | None = None, *, timeout_s: float | None = None
+        self,
+        message: Any,
+        payload: Payload | None = None,
+        *,
+        timeout_s: float | None = None,
+        place: Callable[[Any], PlacedPayload | None] | None = None,
     ) -> "Future[Reply]":
         """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError.
 
         Args:
             payload: must not change until this returns. The reply's payload belongs to the caller.
             timeout_s: for a busy service to take the request; once it passes, the channel is given up.
+            place: asked with the reply where to receive its payload, which then yields empty; None, or of another size:
+                in memory of its own. Payloads that do not come over the wire are always in memory of their own. Until
+                the future is settled, or the connection closed, that memory may be written to.
 
         Raises:
             TransportError: the channel is broken.
@@ -614,6 +624,8 @@ class Connection:
                 raise TransportError(f"channel to {self.service}: closed")
             # Register before sending: the reply may come at once.
             self._pending[request_id] = future
+            if place is not None:
+                self._places[request_id] = place
             open_requests = len(self._pending)
         try:
             self._channel.post_receives(open_requests + _SPARE_FRAMES)
@@ -621,6 +633,7 @@ class Connection:
         except TransportError:
             with self._lock:
                 self._pending.pop(request_id, None)
+                self._places.pop(request_id, None)
             raise
         return future
 
@@ -646,12 +659,21 @@ class Connection:
         return self._closed.is_set()
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing is received any more, so that no memory of `submit` is written to."""
+        return not self._thread.is_alive()
+
+    @property
     def shared(self) -> bool:
         """Whether payloads of requests go through shared memory, because the service runs on this host."""
         return self._channel.shared
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
         return self._closed.wait(timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """Cut the channel, without a goodbye that the peer may not take; idempotent. Requests in flight fail."""
+        self._fail_pending(reason)
 
     def close(self) -> None:
         """Say goodbye; idempotent. Requests in flight fail."""
@@ -681,6 +703,7 @@ class Connection:
                 return False
             with self._lock:
                 future = self._pending.pop(frame.request_id, None)
+                self._places.pop(frame.request_id, None)
             if future is not None:
                 self._settle_reply(future, meta, payload)
         except TransportError as error:
@@ -691,6 +714,15 @@ class Connection:
             self._fail_pending(one_line(error))
             return False
         return True
+
+    def _place_payload(self, request_id: int, meta: bytes) -> PlacedPayload | None:
+        place = self._places.get(request_id)
+        if place is None:
+            return None
+        try:
+            return place(self._decoder.decode(meta))
+        except UNREADABLE:  # reported once the message is complete
+            return None
 
     def _settle_reply(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
         try:

@@ -316,6 +316,7 @@ def _heard(peers: int) -> float:
     """Return an agent's time to decide what follows from one announcement, with so many others that have buckets."""
     state, plan, version = AgentState(num_slots=3), _plan(), Version(0, 1)
     state.open_plan(plan)
+    state.watch("watch", "receiver", None)  # a node without a reader fetches nothing
     took: list[float] = []
     for there in range(8, BUCKETS, 16):
         for number in range(peers):

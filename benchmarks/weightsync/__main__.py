@@ -10,6 +10,9 @@
     updates mixed_reads               versions while four receivers generate; outputs of other weights than they claim
     kills kills_survived              kill -9 in the middle of a transfer; after how many everybody went on in time
     delta_bytes_vs_full               real GRPO updates at lr 1e-6 in bfloat16
+    node_pull_vs_gloo                 a version from node to node / raw Gloo with as many pairs (network namespaces)
+    node_cpu_s_per_gb                 processor seconds of both agents per 10^9 bytes; node_cpu_floor_s_per_gb: raw Gloo
+    node_pull_vs_link                 a version from node to node / a link of --link-gbit
 
 Ratios of medians, measured in turn in the same processes. Figures are of the synthetic model with four receivers; the
 135M-parameter model and one receiver are in the details. What exactly counts is in each part's file. Progress goes to
@@ -39,19 +42,23 @@ PARTS = {
     "part_updates": ("updates", "mixed_reads"),
     "part_kills": ("kills", "kills_survived"),
     "part_delta": ("delta_bytes_vs_full",),
+    "part_nodes": ("node_pull_vs_gloo", "node_cpu_s_per_gb", "node_cpu_floor_s_per_gb", "node_pull_vs_link"),
 }  # fmt: skip
 KEYS = (
     "sync_vs_gloo_broadcast", "async_trainer_stall_vs_memcpy", "async_generator_stall_vs_memcpy",
     "async_vs_sync_exposed", "staged_copies_per_version", "updates", "mixed_reads", "kills", "kills_survived",
-    "delta_bytes_vs_full",
+    "delta_bytes_vs_full", "node_pull_vs_gloo", "node_cpu_s_per_gb", "node_cpu_floor_s_per_gb", "node_pull_vs_link",
 )  # fmt: skip
-AT_LEAST = {"sync_vs_gloo_broadcast": 0.6, "updates": 100, "kills": 50}
+AT_LEAST = {
+    "sync_vs_gloo_broadcast": 0.6, "updates": 100, "kills": 50, "node_pull_vs_gloo": 0.6, "node_pull_vs_link": 0.9,
+}  # fmt: skip
 AT_MOST = {
     "async_trainer_stall_vs_memcpy": 1.3,
     "async_generator_stall_vs_memcpy": 1.3,
     "async_vs_sync_exposed": 0.1,
     "staged_copies_per_version": 1.05,
     "mixed_reads": 0,
+    "node_cpu_s_per_gb": 1.0,
 }
 
 
@@ -104,6 +111,7 @@ def main() -> int:
         help="of the synthetic model, in bfloat16; updates take 25 MB of it at most, kills 50 MB",
     )
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="of timed transfers")
+    parser.add_argument("--link-gbit", type=float, default=10.0, help="of the limited link between two nodes (Gb/s)")
     parser.add_argument("--kills", type=int, default=50, help="processes to kill")
     parser.add_argument("--long", action="store_true", help="three times the rounds and updates")
     parser.add_argument("--trace", type=Path, help="also write one staged update as a Chrome trace")
@@ -112,7 +120,14 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="weightsync-") as temporary:
         options = Options(
-            given.model_bytes, given.bucket_bytes, given.long, given.kills, given.trace, Path(temporary), say_when
+            given.model_bytes,
+            given.bucket_bytes,
+            given.long,
+            given.kills,
+            given.trace,
+            Path(temporary),
+            say_when,
+            given.link_gbit,
         )
         figures, details = measure(given.only, options)
     details["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}

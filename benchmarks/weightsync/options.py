@@ -17,6 +17,7 @@ class Options:
         trace: where to write a Chrome trace.
         directory: for a model; exists.
         say: tells progress.
+        link_gbit: of the limited link between two nodes (Gb/s).
     """
 
     model_bytes: int
@@ -26,6 +27,7 @@ class Options:
     trace: Path | None
     directory: Path
     say: Callable[[str], None]
+    link_gbit: float = 10.0
 
     def rounds(self, usual: int) -> int:
         """Return how many rounds to measure."""

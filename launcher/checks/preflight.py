@@ -26,7 +26,7 @@ from workers.calls.user_function import search_beside
 from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.device_memory import Parts
+from workers.engines.device_memory import DTYPE_BYTES, Parts
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -116,6 +116,11 @@ class Preflight:
     @property
     def rows_to_check(self) -> RowsToCheck:
         return RowsToCheck(self.first_row, self.first_prompt, self.first_chunk)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version of the weights on the wire."""
+        return self.num_parameters * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:

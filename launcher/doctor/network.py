@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError
 from asyncflow.extras import pip_line
-from asyncflow.job import GLOO_INTERFACE, LOOPBACK, address_to_listen_on, interface_towards, is_loopback
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK, address_to_listen_on, interface_towards, is_loopback, link_speed
 from launcher.doctor.findings import Facts, MachineCheck, Needs, error, fatal, reason, warning
 
 _VARIABLES = {"cuda": "NCCL_SOCKET_IFNAME", "npu": "HCCL_SOCKET_IFNAME"}
@@ -54,7 +54,9 @@ def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> Facts:
         "host": host, "lookup_s": lookup_s(host), "obstacle": loopback_error(), "names": " ".join(up), "wrong": wrong,
         "loopback": any(each.loopback and each.up for each in interfaces), "outside": name,
         "suggestion": name or "lo", "address": address or LOOPBACK, "own": f", {library} {own}" if library else "",
-        "gloo": f"{name} ({address}) between nodes" if name else "no other is up",
+        "gloo": f"{name} ({address}{_speed_text(name)}) between nodes{_faster_text(up, name)}"
+        if name
+        else "no other is up",
     }  # fmt: skip
 
 
@@ -75,6 +77,18 @@ NETWORK = MachineCheck(
     "Gloo takes lo inside the node, {gloo}{own}",
     15, "the resolver hangs: correct /etc/resolv.conf, own name to /etc/hosts",
 )  # fmt: skip
+
+
+def _speed_text(name: str) -> str:
+    speed = link_speed(name)
+    return f", {speed:g} Gb/s" if speed else ""
+
+
+def _faster_text(names: Sequence[str], name: str) -> str:
+    """Say which interfaces are faster: the one that all nodes reach is used in a run."""
+    least = link_speed(name)
+    faster = sorted((each for each in names if link_speed(each) > least > 0), key=link_speed, reverse=True)
+    return f", or {', '.join(each + _speed_text(each) for each in faster)} if all nodes reach it" if faster else ""
 
 
 def between_nodes(env: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -8,14 +8,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
 from asyncflow.clock import HeartbeatMonitor, HostClock
 from asyncflow.errors import ConfigError, RoleFailed
-from asyncflow.job import GangSpec, Job, Node
+from asyncflow.job import GangSpec, Job, Network, Node
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, ChannelSession
@@ -147,6 +147,11 @@ class NodeHead:
         """Return all nodes but this one."""
         with self._changed:
             return self._members.ready_nodes()
+
+    def choose_network(self, offered: Iterable[Network]) -> str:
+        """Return the first of the networks that all nodes are in; "": none."""
+        with self._changed:
+            return next((each.cidr for each in offered if self._members.are_in_network(each.cidr)), "")
 
     def clock_warnings(self) -> list[str]:
         with self._changed:

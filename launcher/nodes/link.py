@@ -23,7 +23,7 @@ from torch.distributed import DistError
 
 from asyncflow.clock import HostClock, RoundTrip
 from asyncflow.errors import TransportError, one_line
-from asyncflow.job import GLOO_INTERFACE, Job, address_towards, choose_interfaces
+from asyncflow.job import GLOO_INTERFACE, Job, address_towards, choose_interfaces, list_reached
 from asyncflow.process import variables_set
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
@@ -63,7 +63,7 @@ class HeadLink:
 
         Args:
             job: read from the run directory; perhaps of a run that is over.
-            hello: of this launcher; its address is filled in.
+            hello: of this launcher; its address and networks are filled in.
             inbox: receives orders.
             given_up: set when the caller no longer waits.
 
@@ -75,6 +75,7 @@ class HeadLink:
             # Probe first: a store client would retry for long and print stack traces.
             socket.create_connection(where, _PROBE_TIMEOUT_S).close()
             hello.address = address_towards(job.store_host)
+            hello.networks = list_reached(job.networks, job.secret)
             link = HeadLink(job, hello.rank, given_up)
             answer = link._say_hello(hello)
         except (OSError, DistError, TransportError) as error:
@@ -91,7 +92,7 @@ class HeadLink:
         self.clock = job.clock
         credentials = Credentials(self.store.open_client(), bytes.fromhex(job.secret))
         chosen = dict(os.environ)
-        choose_interfaces(job.store_host, chosen)
+        choose_interfaces(job.store_host, env=chosen)
         # Restored: the job may be of a run that is over, and the interface leads to its node 0.
         with variables_set({GLOO_INTERFACE: chosen[GLOO_INTERFACE]}):
             self._connection = Connection(

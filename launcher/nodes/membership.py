@@ -107,6 +107,10 @@ class Membership:
             if entry.ready is not None
         ]
 
+    def are_in_network(self, cidr: str) -> bool:
+        """Return whether every launcher reached node 0 in a network."""
+        return all(cidr in entry.hello.networks for entry in self._entries.values())
+
     def clock_warnings(self) -> list[str]:
         """Return a line for each node whose wall clock is wrong."""
         ahead = {rank: entry.ready.ahead_s for rank, entry in sorted(self._entries.items()) if entry.ready is not None}

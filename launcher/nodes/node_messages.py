@@ -29,6 +29,7 @@ class Hello(msgspec.Struct, tag=True):
         device: kind of its devices, as PyTorch names it.
         num_devices: 0 for the CPU.
         complaint: why it cannot take part, or "".
+        networks: of those that node 0 offers (`Job.networks`), the ones that it reaches.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Hello(msgspec.Struct, tag=True):
     device: str
     num_devices: int
     complaint: str = ""
+    networks: list[str] = []
 
 
 class Ping(msgspec.Struct, tag=True):

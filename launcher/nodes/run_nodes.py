@@ -4,6 +4,7 @@ A run on one node waits for nothing. On several, the other launchers join first;
 nodes.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,17 @@ from typing import Self
 
 from asyncflow.agreement import Identity
 from asyncflow.errors import ConfigError
-from asyncflow.job import LOOPBACK, Job, Node, address_to_listen_on, endpoint, own_name
+from asyncflow.job import (
+    GLOO_INTERFACE,
+    LOOPBACK,
+    Job,
+    Node,
+    address_to_listen_on,
+    describe_way,
+    endpoint,
+    own_interface,
+    own_name,
+)
 from launcher.checks.placement import HEAD
 from launcher.nodes.head import NodeHead
 from launcher.nodes.membership import Membership, needed_devices
@@ -78,8 +89,11 @@ class RunNodes:
         if self._head is not None:
             self._head.end(error)
 
-    def gather(self, timeout_s: float, *, say: Callable[[str], None]) -> Finish | None:
+    def gather(self, timeout_s: float, *, version_bytes: int, say: Callable[[str], None]) -> Finish | None:
         """Wait for all launchers and record where they are; return how the run ends if it cannot begin, else None.
+
+        Args:
+            version_bytes: that a weight version takes on the wire, to say how long that will be.
 
         Raises:
             ConfigError: one cannot take part.
@@ -95,8 +109,12 @@ class RunNodes:
         for warning in self._head.clock_warnings():
             say(warning)
         own = Node(HEAD, own_name(), self.job.store_host, self.job.clock)
-        self.job = self.job.with_changes(nodes=(own, *self._head.other_nodes()))
+        network = self._head.choose_network(self.job.networks)
+        self.job = self.job.with_changes(nodes=(own, *self._head.other_nodes()), network=network)
         self.job.save(self._run_dir)
+        own_way = own_interface(network) if network else None
+        named = os.environ.get(GLOO_INTERFACE, "").split(",")[0]  # the user's, or the way to the job store
+        say(f"between nodes: {describe_way(named if own_way is None else own_way[0], version_bytes)}")
         self.hosts.add_hosts(self._head.remote_hosts())
         return None
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncflow.job import GangSpec, endpoint, own_name
+from asyncflow.job import GangSpec, describe_way, endpoint, own_addresses, own_name
 from launcher.checks.models import sum_text
 from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Preflight
@@ -202,6 +202,12 @@ def _nodes(checked: Preflight, place: NodePlace, arguments: Sequence[str], run_d
     )
 
 
+def _ways(checked: Preflight) -> str:
+    """Return a line for each interface of this host that may lead to other nodes."""
+    names = dict.fromkeys(name for name, _ in own_addresses())
+    return "\n".join(f"                here {describe_way(name, checked.version_bytes)}" for name in names)
+
+
 def _endpoints(checked: Preflight, place: NodePlace) -> str:
     if checked.num_nodes > 1:
         head = place.head_host or "node 0's address"
@@ -209,7 +215,8 @@ def _endpoints(checked: Preflight, place: NodePlace) -> str:
         return (
             "ENDPOINTS\n"
             f"job store       {endpoint(head, port)}\n"
-            "channels        the interface that leads to the job store (or GLOO_SOCKET_IFNAME), ports made on demand"
+            "channels        on ports made on demand, by the interface in GLOO_SOCKET_IFNAME, else by that in the\n"
+            "                fastest network that all nodes reach, else by that to the job store\n" + _ways(checked)
         )
     return (
         "ENDPOINTS\n"

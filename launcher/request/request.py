@@ -144,6 +144,7 @@ class Accepted:
                     place=self.place,
                     identity=identity,
                     first_prompts=prompts_of(chunk, config),
+                    version_bytes=self.checked.version_bytes,
                 )
             except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
-from asyncflow.job import GangSpec, Job, choose_interfaces, own_name
+from asyncflow.job import INTERFACE_VARIABLES, GangSpec, Job, OfferedNetworks, choose_interfaces, own_name
 from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.placement import HEAD
@@ -84,6 +84,7 @@ def run_job(
     resume_from: str,
     lineage: int,
     started_at: float,
+    version_bytes: int = 0,
     entrypoint: str = ENTRYPOINT,
     place: NodePlace = ONE_NODE,
     identity: Identity | None = None,
@@ -99,6 +100,7 @@ def run_job(
         resume_from: checkpoint directory, or "".
         lineage: number of actor restores before this start.
         started_at: when the user's command started (unix time, s).
+        version_bytes: size of a weight version on the wire; 0: unknown.
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
         place: how many nodes the run has; this is node 0.
         identity: what must be equal on all nodes, and in gangs that are started by hand; None: of the software.
@@ -129,6 +131,8 @@ def run_job(
             secret = secrets.token_hex(32)
             # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
+            offered, as_set = OfferedNetworks(store.host, secret), dict(os.environ)
+            stack.callback(offered.close)
             choose_interfaces(store.host)  # the launcher opens channels as well
             identity = identity or software()
             if config.launcher.external_gangs:
@@ -144,6 +148,7 @@ def run_job(
                 last_step=config.steps,
                 started_at=started_at,
                 clock=HostClock.from_wall_clock(),
+                networks=offered.networks,
             )
             for left in (STATUS_FILE, END_FILE):  # left by an earlier start
                 (run_dir / left).unlink(missing_ok=True)
@@ -158,7 +163,12 @@ def run_job(
                 RunNodes(job, run_dir, store=store, place=place, identity=identity, events=events)
             )
             restarts = RestartLog(lineage=lineage)
-            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.print_event)
+            finish = nodes.gather(
+                config.launcher.start_timeout_s, version_bytes=version_bytes, say=progress.print_event
+            )
+            if nodes.job.network:  # a fork server that is started again inherits it
+                choose_interfaces(store.host, nodes.job.network, as_set)
+                os.environ.update({name: as_set[name] for name in INTERFACE_VARIABLES})
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))

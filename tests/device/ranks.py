@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.device import connect_group, group_backends, open_device, pin
+import asyncflow.device
+from asyncflow.device import connect_group, copied_ahead, group_backends, open_device, pin
 from tests.device.memory import memory
 from tests.device.paused_mode import paused
 from tests.device.plants import PLANTS
@@ -243,6 +244,19 @@ def broadcast(device: torch.device, rank: int, num_ranks: int, directory: Path) 
     return follow(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
 
 
+def ahead(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Copy page-locked tensors ahead of their use, each into memory that an earlier one has left."""
+    sources = [torch.full((1 << 12,), float(k)) for k in range(24)]
+    if device.type != "cpu":
+        sources = [source.pin_memory() for source in sources]
+    asyncflow.device._AHEAD_BYTES = 2 * sources[0].nbytes
+    used = [there * 2 + k for k, there in enumerate(copied_ahead(sources, device))]
+    abandoned = copied_ahead(sources, device)
+    next(abandoned)
+    abandoned.close()
+    return {"sums": [float(one.sum()) for one in used], "contexts": _contexts(device)}
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for one in value.values() for tensor in _tensors(one)]
@@ -264,7 +278,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps,
-    "megatron": megatron, "memory": memory, "broadcast": broadcast, "rows": rows, "paused": paused,
+    "megatron": megatron, "memory": memory, "broadcast": broadcast, "rows": rows, "paused": paused, "ahead": ahead,
 }  # fmt: skip
 
 

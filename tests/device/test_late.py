@@ -77,6 +77,13 @@ def test_rows_of_a_replica_go_from_device_to_device_as_they_are(run: Run, schedu
         assert (said["rounds"], said["different"]) == (18, 0)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tensors_that_are_copied_ahead_have_arrived_when_they_are_used(run: Run, schedule: str) -> None:
+    (expected,), (actual,) = run("ahead", device="cpu"), run("ahead", schedule)
+    assert actual["sums"] == expected["sums"]
+    assert actual["contexts"] == [3]
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_CASES", CASES)

@@ -145,13 +145,13 @@ def test_receiver_that_is_killed_leaves_no_copy_of_the_model_with_the_others(wei
         weight_run.publish(Version(0, step))
         assert ask(survivor, "load", step) == (Version(0, step), True)
     live = {path.stat().st_ino for path in weight_run.slot_paths()}
-    assert len(live) == weight_run.setup.num_slots
+    assert 2 <= len(live) <= weight_run.setup.num_slots
     assert all(weight_run.mapped(child).keys() <= live for child in everybody)
 
 
 def test_slots_stay_mapped_however_many_there_are(weight_run: WeightRun) -> None:
     weight_run.configure(num_slots=6, wide=512)
-    receiver = weight_run.start_node("rollout-0")[0]
+    receiver = weight_run.start_node("rollout-0", delta=True)[0]  # otherwise two slots suffice
     for step in range(1, 13):
         weight_run.publish(Version(0, step))
         assert ask(receiver, "load", step) == (Version(0, step), True)

@@ -81,11 +81,14 @@ def test_damaged_transfer_between_agents_is_fetched_again(weight_run: WeightRun)
 def test_late_receiver_takes_the_older_version_when_the_newest_cannot_be_mended(
     weight_run: WeightRun, adopts: bool
 ) -> None:
-    weight_run.configure(adopts=adopts)
-    weight_run.start_node()
+    weight_run.configure(adopts=False)
+    near = weight_run.start_node("near")[0]
     old, damaged = Version(0, 1), Version(0, 2)
     weight_run.publish(old)
+    assert ask(near, "load", 1) == (old, True)
+    near.signal(signal.SIGSTOP)  # it holds the older version, whose slot would be used again
     weight_run.publish(damaged)
+    weight_run.configure(adopts=adopts)
     weight_run.damage(damaged, HEAD, head_bytes(damaged))
     for child in weight_run.trainers:
         child.kill()

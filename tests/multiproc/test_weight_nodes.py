@@ -82,6 +82,46 @@ def test_first_node_that_restarts_is_filled_by_the_second_when_the_trainer_is_go
     assert ask(weight_run.start_receivers("near")[0], "load", 3) == (Version(0, 3), True)
 
 
+@pytest.mark.parametrize("on_wire", [False, True])
+def test_version_is_completed_from_others_when_an_agent_dies_in_the_middle(
+    weight_run: WeightRun, on_wire: bool
+) -> None:
+    weight_run.configure(wide=400, bucket_bytes=2**14)
+    weight_run.start_node(nodes=3, on_wire=on_wire)
+    dying = weight_run.start_agent(1, nodes=3, on_wire=on_wire, dies_after=2)
+    version = Version(0, 1)
+    weight_run.publish(version)
+    assert ask(weight_run.start_receivers("mid", node=1)[0], "load", 1) == (version, True)
+    weight_run.start_agent(2, nodes=3, on_wire=on_wire)
+    assert ask(weight_run.start_receivers("far", node=2)[0], "load", 1) == (version, True)
+    dying.process.join(60)
+    assert dying.process.exitcode == -signal.SIGKILL
+
+
+def test_node_gets_versions_only_while_somebody_reads_there(weight_run: WeightRun) -> None:
+    other = start_two_nodes(weight_run, on_wire=True)
+    num_bytes = weight_run.plan().num_bytes
+    weight_run.publish(Version(0, 1), Version(0, 2))
+    far = weight_run.start_receivers("far", node=1)[0]
+    assert ask(far, "load", 2) == (Version(0, 2), True)
+    assert weight_run.status(other).fetched_bytes == num_bytes, "version 1 came though nobody wanted it"
+    weight_run.end(far)
+    weight_run.publish(Version(0, 3))
+    far = weight_run.start_receivers("late", node=1)[0]
+    assert ask(far, "load", 3) == (Version(0, 3), True)
+    assert weight_run.status(other).fetched_bytes == 2 * num_bytes
+
+
+def test_two_versions_are_kept_where_nobody_lags_and_older_ones_are_freed(weight_run: WeightRun) -> None:
+    other = start_two_nodes(weight_run, on_wire=True)
+    far, near = weight_run.start_receivers("far", node=1)[0], weight_run.start_receivers("near")[0]
+    for version in steps(1, 6):
+        weight_run.publish(version)
+        assert ask_all([far, near], "load", version.step) == [(version, True)] * 2
+    region_bytes = weight_run.plan().region_bytes
+    assert [weight_run.status(agent).slot_bytes for agent in (weight_run.agent, other)] == [2 * region_bytes] * 2
+
+
 def test_stopped_node_holds_up_neither_the_trainer_nor_its_own_catching_up(weight_run: WeightRun) -> None:
     weight_run.configure(timeout_s=4.0)
     other = start_two_nodes(weight_run)

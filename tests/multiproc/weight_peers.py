@@ -5,6 +5,7 @@ model is that of `weight_model`.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from echo_peers import credentials
 from torch import Tensor
 from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same, shapes, weights
 
-from asyncflow.transport.frame import Payload
+from asyncflow.transport.frame import Payload, PayloadPiece
 from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.server import Call
 from weightsync.agent.agent_service import WeightAgent
@@ -70,7 +71,14 @@ def run_commands(pipe: Pipe, party: Any) -> None:
 
 
 def weight_agent(
-    port: int, pipe: Pipe, name: str, settings: Mapping[str, Any], peers: Sequence[str], on_wire: bool, lies: int
+    port: int,
+    pipe: Pipe,
+    name: str,
+    settings: Mapping[str, Any],
+    peers: Sequence[str],
+    on_wire: bool,
+    lies: int,
+    dies_after: int | None,
 ) -> None:
     """Serve as a node's agent.
 
@@ -81,25 +89,32 @@ def weight_agent(
         peers: other agents.
         on_wire: channels do not use shared memory.
         lies: so many buckets that it sends to other agents are damaged.
+        dies_after: it is killed when it is asked for one more bucket than so many; None: never.
     """
     if on_wire:
         os.environ[SWITCH] = "0"
     config = WeightSyncConfig.model_validate({"timeout_s": DEADLINE_S} | dict(settings))
-    run_commands(pipe, Agent(_LyingAgent(credentials(port), name, config, peers=peers), lies))
+    run_commands(pipe, Agent(_LyingAgent(credentials(port), name, config, peers=peers), lies, dies_after))
 
 
 class _LyingAgent(WeightAgent):
     lies = 0
+    dies_after: int | None = None
 
     def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
+        if self.dies_after is not None:
+            self.dies_after -= 1
+            if self.dies_after < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         if self.lies:
             self.lies -= 1
-            region = self._borrow(call, wanted.version)
-            assert region is not None
-            packed = region.packed(region.layout.plan.buckets[wanted.bucket]).clone()
-            self._release(call, wanted.version)
-            packed[3] ^= 1
-            call.send_reply(BucketFetched(None, packed.numel()), Payload.from_tensor(packed))
+            with self._borrowed_region(wanted.version) as region:
+                assert region is not None
+                bucket = region.layout.plan.buckets[wanted.bucket]
+                parts = [part.clone() for part in region.list_parts(bucket)]
+            parts[0][0] ^= 1
+            pieces = [PayloadPiece((part,), part.dtype) for part in parts]
+            call.send_reply(BucketFetched(None, bucket.num_bytes), Payload(pieces))
         else:
             super()._send_bucket(call, wanted)
 
@@ -107,8 +122,8 @@ class _LyingAgent(WeightAgent):
 class Agent:
     """A node's agent."""
 
-    def __init__(self, service: _LyingAgent, lies: int) -> None:
-        service.lies = lies
+    def __init__(self, service: _LyingAgent, lies: int, dies_after: int | None) -> None:
+        service.lies, service.dies_after = lies, dies_after
         self._service = service
 
     def status(self) -> Any:

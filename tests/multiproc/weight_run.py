@@ -30,13 +30,20 @@ class WeightRun:
         self.setup = replace(self.setup, **changes)
 
     def start_agent(
-        self, number: int = 0, *, nodes: int = 1, on_wire: bool = False, lies: int = 0, **settings: Any
+        self,
+        number: int = 0,
+        *,
+        nodes: int = 1,
+        on_wire: bool = False,
+        lies: int = 0,
+        dies_after: int | None = None,
+        **settings: Any,
     ) -> Any:
         """Start the agent of a node and wait until it serves."""
         names = [f"weights-{k}" for k in range(nodes)]
         name = names.pop(number)
         settings = {"num_slots": self.setup.num_slots, "bucket_bytes": self.setup.bucket_bytes} | settings
-        child = self._start(weight_agent, name, settings, names, on_wire, lies)
+        child = self._start(weight_agent, name, settings, names, on_wire, lies, dies_after)
         assert child.hear() == "ready"
         return child
 

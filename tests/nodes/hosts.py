@@ -54,10 +54,10 @@ class Host:
         self.address = f"fd77::{number + 1}" if ipv6 else f"10.77.0.{number + 1}"
         self.processes: list[subprocess.Popen[str]] = []
         self._space = f"{bridge}-{number}"
-        self._bridge = bridge
+        self.bridge, self.link = bridge, f"v{number}"  # namespace of the bridge, and the link to this host there
         _ip("netns", "add", self._space)
-        _ip("-n", bridge, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", self._space)
-        _ip("-n", bridge, "link", "set", f"v{number}", "master", "br0", "up")
+        _ip("-n", bridge, "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self._space)
+        _ip("-n", bridge, "link", "set", self.link, "master", "br0", "up")
         network = (f"{self.address}/64", "nodad") if ipv6 else (f"{self.address}/24",)
         _ip("-n", self._space, "address", "add", *network, "dev", "eth0")
         for link in ("lo", "eth0"):

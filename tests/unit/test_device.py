@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow import vendors
 from asyncflow.device import (
     bind_to_device,
+    copied_ahead,
     exact_dtype,
     group_backends,
     grow_segments,
@@ -139,6 +141,36 @@ def test_ranks_keep_to_the_cores_near_their_device(
         bind_to_device(device("cpu"), tmp_path)
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("error", [0, 107000])
+def test_ascends_runtime_is_asked_to_page_lock_memory(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    calls: list[tuple[str, list[int]]] = []
+
+    def register(*arguments: Any) -> int:
+        calls.append(("register", [each.value for each in arguments]))
+        return error
+
+    def unregister(address: Any) -> int:
+        calls.append(("unregister", [address.value]))
+        return 0
+
+    acl = SimpleNamespace(aclrtHostRegisterV2=register, aclrtHostUnregister=unregister)
+    monkeypatch.setattr(vendors, "_ascendcl", lambda: acl)
+    release = vendor_of("npu").pin(4096, 8192, writable=False)
+    assert (release is None) == bool(error)
+    if release is not None:
+        release()
+    assert calls == [("register", [4096, 8192, 0x10000000]), *([] if error else [("unregister", [4096])])]
+
+
+def test_without_ascends_runtime_no_memory_is_page_locked() -> None:
+    assert vendor_of("npu").pin(4096, 8192, writable=True) is None
+
+
+def test_tensors_stay_in_order_when_they_are_copied_ahead() -> None:
+    tensors = [torch.full((3,), float(k)) for k in range(5)]
+    assert [float(each[0]) for each in copied_ahead(tensors, torch.device("cpu"))] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,23 @@
 
 import socket
 from datetime import timedelta
+from ipaddress import ip_interface
 from pathlib import Path
 
 import pytest
 
 from asyncflow import job as network
 from asyncflow.errors import ConfigError
-from asyncflow.job import address_to_listen_on, address_towards, choose_interfaces, interface_towards
+from asyncflow.job import (
+    OfferedNetworks,
+    address_to_listen_on,
+    address_towards,
+    choose_interfaces,
+    describe_way,
+    interface_towards,
+    link_speed,
+    list_reached,
+)
 from asyncflow.sealed_store import connect_store, serve_store
 
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
@@ -67,7 +77,7 @@ def test_host_that_no_route_leads_to_is_said(tmp_path: Path) -> None:
 
 def test_one_node_stays_on_loopback_whatever_the_user_set() -> None:
     env = {"GLOO_SOCKET_IFNAME": "eth7"}
-    choose_interfaces("127.0.0.1", env)
+    choose_interfaces("127.0.0.1", env=env)
     assert env == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -76,11 +86,78 @@ def test_several_nodes_use_the_way_to_the_store_unless_the_user_said_otherwise(
 ) -> None:
     monkeypatch.setattr(network, "interface_towards", lambda address: interface_towards(address, routes))
     env = {"NCCL_SOCKET_IFNAME": "^docker0", "HCCL_SOCKET_IFNAME": ""}
-    choose_interfaces("10.0.1.5", env)
-    assert env == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "^docker0", "HCCL_SOCKET_IFNAME": "ib0"}
+    choose_interfaces("10.0.1.5", env=env)
+    assert env == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "^docker0", "HCCL_SOCKET_IFNAME": "=ib0"}
     said = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), "mine")
-    choose_interfaces("8.8.8.8", said)
+    choose_interfaces("8.8.8.8", env=said)
     assert set(said.values()) == {"mine"}
+
+
+SPEEDS = {"eth0": "10000", "ib0": "200000", "docker0": "-1", "bond0": "broken"}
+SECRET = "5e" * 32
+
+
+@pytest.fixture(name="interfaces")
+def _interfaces(tmp_path: Path, routes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a host with eth0, towards the store, and ib0: loopback addresses stand for theirs."""
+    for name, speed in SPEEDS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(speed)
+    monkeypatch.setattr(network, "link_speed", lambda name: link_speed(name, tmp_path))
+    monkeypatch.setattr(network, "interface_towards", lambda address: interface_towards(address, routes))
+    own_addresses(monkeypatch, eth0="127.1.0.1", ib0="127.2.0.1", docker0="127.3.0.1")
+    return tmp_path
+
+
+def own_addresses(monkeypatch: pytest.MonkeyPatch, **own: str) -> None:
+    found = [(name, ip_interface(f"{address}/16")) for name, address in own.items()]
+    monkeypatch.setattr(network, "own_addresses", lambda: found)
+
+
+def test_speed_of_a_link_is_what_the_kernel_says(interfaces: Path) -> None:
+    speeds = {name: link_speed(name, interfaces) for name in (*SPEEDS, "absent")}
+    assert speeds == {"eth0": 10.0, "ib0": 200.0, "docker0": 0.0, "bond0": 0.0, "absent": 0.0}
+    assert describe_way("ib0", 15_200_000_000) == ("ib0, 200 Gb/s: a version of the weights (15.2 GB) takes 0.61 s")
+    assert describe_way("docker0", 10) == "docker0, whose speed is not known"
+
+
+def test_faster_network_counts_where_the_other_node_reaches_it(
+    interfaces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = OfferedNetworks("10.0.0.1", SECRET, {})
+    assert [each.cidr for each in offered.networks] == ["127.2.0.0/16"], "docker0 and eth0 are not faster than eth0"
+    own_addresses(monkeypatch, eth0="127.1.0.2", ib0="127.2.0.2")
+    assert list_reached(offered.networks, SECRET, {}) == ["127.2.0.0/16"]
+    assert list_reached(offered.networks, "00" * 32, {}) == [], "another process answered"
+    assert list_reached(offered.networks, SECRET, {"GLOO_SOCKET_IFNAME": "eth0"}) == []
+    own_addresses(monkeypatch, eth0="127.1.0.2", ib0="127.2.0.1")
+    assert list_reached(offered.networks, SECRET, {}) == [], "both hosts have the same address"
+    own_addresses(monkeypatch, eth0="127.1.0.2")
+    assert list_reached(offered.networks, SECRET, {}) == []
+    own_addresses(monkeypatch, ib0="127.2.0.2")
+    offered.close()
+    assert list_reached(offered.networks, SECRET, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("store_host", "env", "towards"),
+    [("127.0.0.1", {}, "eth0"), ("10.0.0.1", {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"), ("10.0.0.1", {}, "docker0")],
+)
+def test_nothing_is_offered_on_one_node_nor_against_the_users_choice_nor_without_a_speed_to_compare(
+    interfaces: Path, monkeypatch: pytest.MonkeyPatch, store_host: str, env: dict[str, str], towards: str
+) -> None:
+    monkeypatch.setattr(network, "interface_towards", lambda _: towards)
+    assert OfferedNetworks(store_host, SECRET, env).networks == ()
+
+
+def test_processes_use_the_interface_in_the_chosen_network(interfaces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env: dict[str, str] = {}
+    choose_interfaces("10.0.0.1", "127.2.0.0/16", env)
+    assert env == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0", "HCCL_SOCKET_IFNAME": "=ib0"}
+
+
+def test_own_addresses_leave_out_loopback() -> None:
+    assert not [own for _, own in network.own_addresses() if own.is_loopback or own.is_link_local]
 
 
 def test_named_host_must_be_this_one() -> None:

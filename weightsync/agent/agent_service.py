@@ -8,6 +8,7 @@
 # `AgentState` decides; this shell keeps the memory, answers calls and counts bytes. Weights pass through a channel only
 # between nodes.
 
+import itertools
 import logging
 import queue
 import secrets
@@ -21,9 +22,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError, WeightSyncError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, TransportError, WeightSyncError
 from asyncflow.process import ServiceThreads
-from asyncflow.transport.frame import Limits, Payload
+from asyncflow.transport.channel import spread_channels
+from asyncflow.transport.frame import Limits, Payload, PayloadPiece, PlacedPayload
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, ChannelSession, Connection
 from weightsync.agent.agent_state import (
@@ -70,19 +72,40 @@ from weightsync.messages import (
     connections,
 )
 from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan, plan_digest
-from weightsync.slot_memory import Region, RegionLayout, SlotMemory, apply_delta, encode_delta, version_checksum
+from weightsync.slot_memory import (
+    Region,
+    RegionLayout,
+    SlotMemory,
+    apply_delta,
+    encode_delta,
+    huge_pages_line,
+    version_checksum,
+)
 from weightsync.version import Version
 
-# The link to one other agent: a thread that watches what that agent has and fetches buckets from it, one at a time.
+# The link to one other agent: a channel for news and plans, and several for buckets.
 #
-#     connect -> WatchPeer parks ... answered: what it has -> it decides -> FetchBucket ... -> WatchPeer parks ...
+#     link's thread    connect -> WatchPeer parks ... answered: what it has -> the agent decides -> fetches begin
+#     fetch channels   FetchBucket -> the bytes go straight into the slot -> checksum -> the agent decides -> ...
 #
-# A broken channel fails its fetches and is opened again, with pauses, until `close`.
+# Each fetch channel has two buckets in flight, so that the peer sends one while the other is asked for, and this end
+# compares checksums while other channels receive. If one of the link's channels breaks, all are given up: its fetches
+# fail and it is opened again, with pauses, until `close`.
 
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+# Channels for buckets to one peer; fewer where all of an agent's would be more than `_MOST_CHANNELS`.
+CHANNELS_PER_PEER = 4
+_MOST_CHANNELS = 256
+# Clients on the agent's own node.
+_LOCAL_CLIENTS = 1024
+# A link that carries less counts as broken (bytes per second).
+_LEAST_RATE = 10e6
+# Buckets in flight in a channel: one is sent while the next one is asked for.
+_PULLS_PER_CHANNEL = 2
 
 
 @dataclass(frozen=True)
@@ -106,15 +129,42 @@ class Agent(Protocol):
     def peer_has(self, peer: str, held: Sequence[HeldVersion]) -> None: ...
     def peer_plan(self, plan: bytes) -> None: ...
     def peer_lost(self, peer: str) -> None: ...
-    def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool: ...
+    def write_bucket(
+        self, fetch: Fetch, reply: BucketFetched, payload: Tensor, placed: PlacedPayload | None
+    ) -> bool: ...
     def fetch_ended(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None: ...
 
 
-_Event = PeerHas | Fetch | _PlanWanted | _Lost
+class _Attempt:
+    """A fetch on its way; whoever removes it from the link's attempts reports its end."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        base = fetch.pull.base
+        self.fetch = fetch
+        # If the delta fails, get the whole bucket, with one retry.
+        self.bases = [None, None] if base is None else [base, None, None]
+        self.num_bytes = 0
+        self.placed: PlacedPayload | None = None
+
+    def place(self, reply: object) -> PlacedPayload | None:
+        """Return where a whole bucket goes; a delta goes elsewhere."""
+        if not isinstance(reply, BucketFetched) or reply.base is not None:
+            return None
+        pull = self.fetch.pull
+        self.placed = PlacedPayload(self.fetch.region.landing(pull.plan.buckets[pull.bucket]))
+        return self.placed
+
+
+_Event = PeerHas | Fetch | _Attempt | _PlanWanted | _Lost
 
 
 class PeerLink:
-    """The channel to one other agent, and the thread that uses it."""
+    """The channels to one other agent, and the thread that uses them.
+
+    Args:
+        num_channels: for buckets.
+        bucket_bytes: size of the largest bucket.
+    """
 
     def __init__(
         self,
@@ -125,19 +175,29 @@ class PeerLink:
         threads: ServiceThreads,
         *,
         limits: Limits,
+        num_channels: int,
+        bucket_bytes: int,
     ) -> None:
+        # A bucket shares the way with those of the other channels.
+        self._silent_s = max(_FETCH_TIMEOUT_S, num_channels * bucket_bytes / _LEAST_RATE)
         self._credentials = credentials
         self._name = name
         self._peer = peer
         self._agent = agent
         self._limits = limits
+        self._num_channels = num_channels
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._held: list[HeldVersion] = []
+        self._lock = threading.Lock()  # guards the attempts
+        self._attempts: set[_Attempt] = set()
+        self._progress_at = 0.0  # when an attempt last ended, or the first one began
+        self._channels: list[Connection] = []
+        self._turns = itertools.count()
         self._thread = threads.start(self._keep_connected, name=f"peer-{peer}")
 
     def fetch(self, fetch: Fetch) -> None:
-        """Queue a bucket; buckets are fetched one after another."""
+        """Fetch a bucket."""
         self._events.put(fetch)
 
     def fetch_plan(self, digest: str) -> None:
@@ -157,21 +217,27 @@ class PeerLink:
             except (TransportError, WeightSyncError) as error:
                 logger.info("%s: %s", self._name, error)
             finally:
-                connection.close()  # first: no event of this channel may come after `_fail_fetches`
+                self._close_channels(connection)  # first: nothing writes to a slot, and no event comes any more
                 self._agent.peer_lost(self._peer)  # second: failed fetches then go to other agents
                 self._fail_fetches()
 
     def _handle_events(self, connection: Connection) -> None:
         self._watch_peer(connection, 0)
         while not self._closing.is_set():
-            event = self._events.get()
+            try:
+                event = self._events.get(timeout=_FETCH_TIMEOUT_S / 2)
+            except queue.Empty:
+                self._check_progress()
+                continue
             match event:
                 case PeerHas(revision, held):
                     self._held = held
                     self._watch_peer(connection, revision)
                     self._agent.peer_has(self._peer, held)
                 case Fetch() as fetch:
-                    self._fetch_bucket(connection, fetch)
+                    self._begin_attempt(_Attempt(fetch))
+                case _Attempt() as attempt:
+                    self._submit(attempt)
                 case _PlanWanted(digest):
                     reply, _ = connection.call_service(FetchPlan(digest), timeout_s=_FETCH_TIMEOUT_S)
                     assert isinstance(reply, PlanFetched)
@@ -179,6 +245,7 @@ class PeerLink:
                     self._agent.peer_has(self._peer, self._held)
                 case _Lost():
                     return
+            self._check_progress()
 
     def _watch_peer(self, connection: Connection, revision: int) -> None:
         connection.submit(WatchPeer(revision), timeout_s=_FETCH_TIMEOUT_S).add_done_callback(self._handle_watch_reply)
@@ -190,35 +257,98 @@ class PeerLink:
             reply = None
         self._events.put(reply if isinstance(reply, PeerHas) else _Lost())
 
-    def _fetch_bucket(self, connection: Connection, fetch: Fetch) -> None:
-        num_bytes = 0
-        bases = (None, None) if fetch.pull.base is None else (fetch.pull.base, None, None)
-        for base in bases:  # if the delta fails, get the whole bucket, with one retry
+    def _check_progress(self) -> None:
+        with self._lock:
+            silent_s = time.monotonic() - self._progress_at if self._attempts else 0.0
+        if silent_s > self._silent_s:
+            raise DeadlineExceeded(f"{self._peer} sent no bucket for {silent_s:.0f} s")
+
+    def _begin_attempt(self, attempt: _Attempt) -> None:
+        with self._lock:
+            if not self._attempts:
+                self._progress_at = time.monotonic()
+            self._attempts.add(attempt)
+        self._submit(attempt)
+
+    def _submit(self, attempt: _Attempt) -> None:
+        pull = attempt.fetch.pull
+        attempt.placed = None
+        request = FetchBucket(pull.version, pull.bucket, attempt.bases.pop(0))
+        future = self._next_channel().submit(request, timeout_s=_FETCH_TIMEOUT_S, place=attempt.place)
+        future.add_done_callback(lambda done: self._take_in(attempt, done))
+
+    def _next_channel(self) -> Connection:
+        """Return the channels in turn; they are opened when first needed."""
+        if len(self._channels) < self._num_channels:
             try:
-                request = FetchBucket(fetch.pull.version, fetch.pull.bucket, base)
-                reply, payload = connection.call_service(request, timeout_s=_FETCH_TIMEOUT_S)
-                assert isinstance(reply, BucketFetched)
-                num_bytes += reply.num_bytes
-                if self._agent.write_bucket(fetch, payload[: reply.num_bytes], reply.base):
-                    self._agent.fetch_ended(fetch, num_bytes, matches=True)
-                    return
-                problem = "its checksum does not match"
-            except PeerRefused as error:
+                self._channels.append(
+                    Connection(
+                        self._credentials, self._peer, self._name, Reply,
+                        limits=self._limits, callbacks_only=True, timeout_s=_CONNECT_TIMEOUT_S, stop=self._closing,
+                    )
+                )  # fmt: skip
+            except PeerRefused as error:  # it has all the clients that it takes
+                if not self._channels:
+                    raise
                 logger.info("%s: %s", self._name, error)
-                break
-            except WeightSyncError as error:
-                problem = str(error)
-            except TransportError:
-                self._agent.fetch_ended(fetch, num_bytes, matches=False)
-                raise
-            logger.warning("bucket %d of %s from %s: %s", fetch.pull.bucket, fetch.pull.version, self._peer, problem)
-        self._agent.fetch_ended(fetch, num_bytes, matches=False)
+                self._num_channels = len(self._channels)
+        return self._channels[next(self._turns) % len(self._channels)]
+
+    def _take_in(self, attempt: _Attempt, future: "Future[tuple[object, Tensor]]") -> None:
+        """In the thread of a fetch channel: a bucket came, or did not."""
+        pull = attempt.fetch.pull
+        try:
+            reply, payload = future.result()
+            assert isinstance(reply, BucketFetched)
+            attempt.num_bytes += reply.num_bytes
+            matches = self._agent.write_bucket(attempt.fetch, reply, payload, attempt.placed)
+            problem = "" if matches else "its checksum does not match"
+        except PeerRefused as error:
+            logger.info("%s: %s", self._name, error)
+            self._end_attempt(attempt, matches=False)
+            return
+        except TransportError:
+            self._events.put(_Lost())  # the link's thread fails all attempts, this one included
+            return
+        except WeightSyncError as error:
+            problem = str(error)
+        if not problem:
+            self._end_attempt(attempt, matches=True)
+            return
+        logger.warning("bucket %d of %s from %s: %s", pull.bucket, pull.version, self._peer, problem)
+        if attempt.bases:
+            self._events.put(attempt)
+        else:
+            self._end_attempt(attempt, matches=False)
+
+    def _end_attempt(self, attempt: _Attempt, *, matches: bool) -> None:
+        with self._lock:
+            own = attempt in self._attempts
+            self._attempts.discard(attempt)
+            self._progress_at = time.monotonic()
+        if own:  # otherwise the link was given up meanwhile
+            self._agent.fetch_ended(attempt.fetch, attempt.num_bytes, matches=matches)
+
+    def _close_channels(self, connection: Connection) -> None:
+        channels, self._channels = self._channels, []
+        for channel in (connection, *channels):
+            # A goodbye might wait for a peer that is stopped in the middle of a bucket.
+            if self._attempts:
+                channel.give_up("the link is given up")
+            channel.close()
+            while not channel.ended:  # its thread may still write to a slot
+                logger.warning("%s: a channel to %s has not ended yet", self._name, self._peer)
+                channel.close()
 
     def _fail_fetches(self) -> None:
         while not self._events.empty():
             event = self._events.get()
             if isinstance(event, Fetch):
                 self._agent.fetch_ended(event, 0, matches=False)
+        with self._lock:
+            attempts = list(self._attempts)
+        for attempt in attempts:
+            self._end_attempt(attempt, matches=False)
 
 
 # Turns that receivers take to be in the next broadcast. Pure.
@@ -330,16 +460,43 @@ class WeightAgent:
         self._name = name
         self._config = config
         self._lock = threading.Lock()
-        self._state = AgentState(num_slots=config.num_slots, max_updating=config.max_updating)
+        num_channels = max(1, min(CHANNELS_PER_PEER, _MOST_CHANNELS // max(1, len(peers))))
+        self._state = AgentState(
+            num_slots=config.num_slots,
+            max_updating=config.max_updating,
+            pulls_per_peer=_PULLS_PER_CHANNEL * num_channels,
+            has_deltas=config.delta,
+        )
         self._rounds = BroadcastRounds()
         self._layouts: dict[str, RegionLayout] = {}
         self._memories: list[SlotMemory | None] = [None] * config.num_slots
         self._fetched_bytes = 0
         self._closing = threading.Event()
         limits = Limits(payload_bytes=max(2**31, 2 * config.bucket_bytes))
+        spread_channels(CHANNELS_PER_PEER)
         with self._lock:  # the first link's callbacks wait until all links exist
-            self._peers = {peer: PeerLink(credentials, name, peer, self, self.threads, limits=limits) for peer in peers}
-        self._server = ChannelServer(credentials, name, Request, self, limits=limits, threads=self.threads)
+            self._peers = {
+                peer: PeerLink(
+                    credentials,
+                    name,
+                    peer,
+                    self,
+                    self.threads,
+                    limits=limits,
+                    num_channels=num_channels,
+                    bucket_bytes=config.bucket_bytes,
+                )
+                for peer in peers
+            }
+        self._server = ChannelServer(
+            credentials,
+            name,
+            Request,
+            self,
+            limits=limits,
+            max_clients=_LOCAL_CLIENTS + (1 + num_channels) * len(peers),
+            threads=self.threads,
+        )
         self._timer = self.threads.start(self._run_clock, name="weights-timer")
 
     def status(self) -> AgentStatus:
@@ -396,23 +553,33 @@ class WeightAgent:
         checksum = pull.checksum if matches else None
         self._decide_and_reply(lambda: self._state.end_pull(pull.peer, pull.version, pull.bucket, checksum))
 
-    def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
+    def write_bucket(self, fetch: Fetch, reply: BucketFetched, payload: Tensor, placed: PlacedPayload | None) -> bool:
         """Write what another agent sent into the slot; False: the checksum does not match, or the delta's base is gone.
 
-        Raises WeightSyncError if the delta cannot be read.
+        Args:
+            payload: a delta, or a whole bucket that did not come over the wire; empty: it went where `placed` says.
+            placed: in memory from `Region.landing`.
+
+        Raises:
+            WeightSyncError: the delta cannot be read.
         """
         pull = fetch.pull
         bucket = pull.plan.buckets[pull.bucket]
-        if base is not None:
-            packed = self._packed_copy(base, pull.bucket)
+        if reply.base is not None:
+            packed = self._packed_copy(reply.base, pull.bucket)
             if packed is None:
                 return False
-            apply_delta(payload, packed, element_bytes=_element_bytes(bucket, fetch.region.layout))
-            payload = packed
-        if payload.numel() != bucket.num_bytes:
-            return False
-        fetch.region.unpack(bucket.pieces, payload)
-        return fetch.region.bucket_checksum(bucket) == pull.checksum
+            delta = payload[: reply.num_bytes]
+            apply_delta(delta, packed, element_bytes=_element_bytes(bucket, fetch.region.layout))
+            fetch.region.unpack(bucket.pieces, packed)
+            return fetch.region.bucket_checksum(bucket) == pull.checksum
+        if placed is None or payload.numel():
+            placed = PlacedPayload(fetch.region.landing(bucket))
+            if placed.num_bytes != payload.numel():
+                return False
+            placed.accept_range(0, payload)
+        fetch.region.settle(bucket, placed.parts)
+        return placed.checksum == pull.checksum
 
     def _decide_and_reply(self, decide: Callable[[], list[Instruction]]) -> None:
         """Decide and carry out under the lock, but send the replies without it."""
@@ -431,8 +598,11 @@ class WeightAgent:
             case OpenPlan(plan):
                 self._open_plan(plan)
             case TakeSlot(rank, version, plan, wait_s):
-                deadline = time.monotonic() + wait_s
-                return state.take_slot(call, session, rank=rank, version=version, plan=plan, deadline=deadline)
+                now = time.monotonic()
+                return state.take_slot(
+                    call, session, rank=rank, version=version, plan=plan,
+                    deadline=now + wait_s, patient_until=now + wait_s / 2,
+                )  # fmt: skip
             case SealBuckets(rank, version, checksums):
                 return state.seal_buckets(call, session, rank=rank, version=version, checksums=checksums)
             case AwaitRepair(rank):
@@ -506,6 +676,8 @@ class WeightAgent:
     def _get_memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
         memory = self._memories[slot]
         if memory is None or memory.offer.num_bytes != plan.region_bytes:
+            if not any(self._memories):
+                logger.info("%s: %s", self._name, huge_pages_line())
             memory = self._memories[slot] = SlotMemory(plan.region_bytes)
         return memory
 
@@ -547,16 +719,17 @@ class WeightAgent:
             if region is None or self._state.get_checksum(wanted.version, wanted.bucket) is None:
                 raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
             bucket = region.layout.plan.buckets[wanted.bucket]
-            packed = region.packed(bucket)
             base = wanted.base if self._config.delta else None
             older = None if base is None else self._packed_copy(base, wanted.bucket)
             delta = None
-            if older is not None and older.numel() == packed.numel():
-                delta = encode_delta(packed, older, element_bytes=_element_bytes(bucket, region.layout))
+            if older is not None and older.numel() == bucket.num_bytes:
+                element_bytes = _element_bytes(bucket, region.layout)
+                delta = encode_delta(region.packed(bucket), older, element_bytes=element_bytes)
             if delta is not None:
                 call.send_reply(BucketFetched(base, delta.numel()), Payload.from_tensor(delta))
-            else:
-                call.send_reply(BucketFetched(None, packed.numel()), Payload.from_tensor(packed))
+            else:  # long pieces are sent from where they are
+                pieces = [PayloadPiece((part,), part.dtype) for part in region.list_parts(bucket)]
+                call.send_reply(BucketFetched(None, bucket.num_bytes), Payload(pieces))
 
     def _send_plan(self, call: Call, digest: str) -> None:
         with self._lock:

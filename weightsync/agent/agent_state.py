@@ -81,19 +81,23 @@ Instruction = AnswerCall | RefuseCall | Renew | Grant | OfferVersion | Pull | La
 # Indexed by bucket, so that news of one bucket needs no search through all agents: there may be a thousand, and each of
 # them announces every bucket.
 
-# Buckets in flight from one agent: one is being written while the next one travels.
-_PULLS_PER_PEER = 2
-
 
 class PeerCatalog:
-    """What every other agent last said that it has."""
+    """What every other agent last said that it has.
 
-    def __init__(self) -> None:
+    Args:
+        pulls_per_peer: buckets in flight from one agent.
+    """
+
+    def __init__(self, pulls_per_peer: int = 2) -> None:
+        self._pulls_per_peer = pulls_per_peer
         # Agent -> (version, plan) -> bucket -> checksum.
         self._held: dict[str, Mapping[tuple[Version, str], Mapping[int, int]]] = {}
         # The inverse, (version, plan) -> bucket -> agent -> checksum, without fetches that failed since.
         self._holders: dict[tuple[Version, str], dict[int, dict[str, int]]] = {}
         self._pulls: dict[str, set[tuple[Version, int]]] = {}
+        # Agent -> versions that it was fetching.
+        self._fetching: dict[str, set[Version]] = {}
 
     def update_held(self, peer: str, held: Sequence[HeldVersion]) -> None:
         """An agent announced everything that it now has."""
@@ -109,12 +113,18 @@ class PeerCatalog:
             for bucket, checksum in checksums.items():
                 buckets.setdefault(bucket, {})[peer] = checksum
         self._held[peer] = now
+        self._fetching[peer] = {each.version for each in held if each.is_fetched}
         self._pulls.setdefault(peer, set())
 
     def lost(self, peer: str) -> None:
         for key, checksums in self._held.pop(peer, {}).items():
             self._forget_buckets(peer, key, checksums)
         self._pulls.pop(peer, None)
+        self._fetching.pop(peer, None)
+
+    def is_fetched(self, version: Version | None) -> bool:
+        """Return whether any agent was still fetching a version when it last told."""
+        return any(version in versions for versions in self._fetching.values())
 
     def list_offered(self, newer_than: Version | None) -> dict[Version, str]:
         """Return versions newer than `newer_than`, newest first, each with its plan's digest."""
@@ -139,12 +149,13 @@ class PeerCatalog:
 
         Args:
             plan: digest of the plan.
-            busy_too: also consider agents that already have `_PULLS_PER_PEER` fetches in flight.
+            busy_too: also consider agents that already have `pulls_per_peer` fetches in flight.
         """
         able = [
             peer
             for peer in self._holders.get((version, plan), {}).get(bucket, ())
-            if (version, bucket) not in self._pulls[peer] and (busy_too or len(self._pulls[peer]) < _PULLS_PER_PEER)
+            if (version, bucket) not in self._pulls[peer]
+            and (busy_too or len(self._pulls[peer]) < self._pulls_per_peer)
         ]
         return min(able, key=lambda peer: (len(self._pulls[peer]), peer), default=None)
 
@@ -190,6 +201,7 @@ class Slot:
     """The place of one version."""
 
     number: int  # which memory
+    fresh: bool = True  # never used, so its memory has no pages yet
     version: Version | None = None  # None: the slot is empty
     plan: TransferPlan | None = None
     digest: str = ""
@@ -238,10 +250,15 @@ class Slot:
 
 
 class Slots:
-    """All slots of an agent."""
+    """All slots of an agent.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        keeps_base: the version before the newest one is needed, too, while the next one is written.
+    """
+
+    def __init__(self, number: int, *, keeps_base: bool = False) -> None:
         self._slots = [Slot(k) for k in range(number)]
+        self._keeps_base = keeps_base
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
@@ -257,7 +274,7 @@ class Slots:
 
     def held(self) -> list[HeldVersion]:
         return [
-            HeldVersion(slot.version, slot.digest, dict(slot.checksums))
+            HeldVersion(slot.version, slot.digest, dict(slot.checksums), bool(slot.pulling))
             for slot in self._slots
             if slot.version is not None and not slot.dropped
         ]
@@ -276,24 +293,44 @@ class Slots:
         return sorted(parts, key=lambda slot: slot.version or ())
 
     def take_slot(
-        self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]
+        self,
+        version: Version,
+        plan: TransferPlan,
+        digest: str,
+        *,
+        dispensable: Container[int],
+        lagging: Container[int] = (),
     ) -> Slot | None:
         """Make room for a version; None: every slot is in use.
 
-        Unused slots go first, then parts that give way, then the oldest complete version. A complete version qualifies
+        Empty slots go first, then parts that give way, then the oldest complete version. A complete version qualifies
         only if it is not the newest, is not being repaired, and has only best-effort readers or readers left behind. A
-        dropped version that is still being read goes last: its readers keep its memory, perhaps until a newer version
-        exists.
+        slot that was never used costs memory, so it waits until all others are in use somewhere. A dropped version that
+        is still being read goes last: its readers keep its memory, perhaps until a newer version exists.
 
         Args:
             dispensable: numbers of slots whose parts give way to this version; parts of an older lineage always do.
+            lagging: numbers of slots that other agents still fetch from.
         """
         free = (slot for slot in self._slots if self._free_for(slot, version, dispensable))
-        slot = min(free, key=_reuse_order, default=None)
+        slot = min(free, key=lambda each: self._reuse_order(each, lagging), default=None)
         if slot is not None:
             slot.empty()
+            slot.fresh = False
             slot.version, slot.plan, slot.digest = version, plan, digest
         return slot
+
+    def is_worth_waiting(self, dispensable: Container[int], lagging: Container[int]) -> bool:
+        """Return whether only a slot that was never used is free, but another one is about to be; see `take_slot`."""
+        used = [slot for slot in self._slots if not slot.fresh]
+        if self._keeps_base or len(used) < 2 or len(used) == len(self._slots):
+            return False
+        if any(slot.version is None or slot.dropped or slot.number in dispensable for slot in used):
+            return False
+        older = [slot for slot in used if slot.complete and slot is not self.newest]
+        # Once a version that lacks another rank's part is complete, the one before it is an older one.
+        coming = any(not slot.complete for slot in used)
+        return (bool(older) or coming) and all(slot.readers or slot.number in lagging for slot in older)
 
     def abandon_parts(self, before: Version, rank: int, session: object) -> None:
         """A trainer rank moved on to another version: it will not finish its earlier ones."""
@@ -329,14 +366,15 @@ class Slots:
             return not slot.writers and not slot.pulling
         return slot.number in dispensable or slot.version.lineage < version.lineage
 
-
-def _reuse_order(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
-    return (
-        bool(slot.readers or slot.best_effort),
-        slot.version is not None and not slot.dropped,
-        slot.complete,
-        slot.version or (),
-    )
+    def _reuse_order(self, slot: Slot, lagging: Container[int]) -> tuple[bool, bool, bool, bool, bool, tuple[int, ...]]:
+        return (
+            bool(slot.readers or slot.best_effort),
+            slot.number in lagging,
+            slot.fresh and not self._keeps_base,
+            slot.version is not None and not slot.dropped,
+            slot.complete,
+            slot.version or (),
+        )
 
 
 class AgentState:
@@ -345,16 +383,23 @@ class AgentState:
     Args:
         num_slots: versions that are kept or being written.
         max_updating: receivers that may swap at once; None: any number.
+        pulls_per_peer: buckets in flight from one other agent.
+        has_deltas: other agents get deltas, against the version before the newest.
     """
 
-    def __init__(self, *, num_slots: int, max_updating: int | None = None) -> None:
-        self._slots = Slots(num_slots)
+    def __init__(
+        self, *, num_slots: int, max_updating: int | None = None, pulls_per_peer: int = 2, has_deltas: bool = False
+    ) -> None:
+        self._slots = Slots(num_slots, keeps_base=has_deltas)
         self._turns = SwapTurns(max_updating)
         self._plans: dict[str, TransferPlan] = {}
         self._ranks = Ranks()
         self._watchers: dict[object, tuple[object, Version | None, bool]] = {}
+        # Receivers, waiting or not. A node without any fetches nothing.
+        self._followers: set[object] = set()
+        self._now = 0.0  # of the last tick
         self._repairs = Repairs()
-        self._peers = PeerCatalog()
+        self._peers = PeerCatalog(pulls_per_peer)
         self._peer_watchers: dict[object, object] = {}
         # Peers start with 0, so their first watch is answered at once.
         self._revision = 1
@@ -384,15 +429,27 @@ class AgentState:
         self._plans.setdefault(plan.digest(), plan)
 
     def take_slot(
-        self, call: object, session: object, *, rank: int, version: Version, plan: str, deadline: float
+        self,
+        call: object,
+        session: object,
+        *,
+        rank: int,
+        version: Version,
+        plan: str,
+        deadline: float,
+        patient_until: float = 0.0,
     ) -> list[Instruction]:
         """A trainer rank wants to write its part of a version. It waits until a slot is free, or until `deadline`.
 
         By asking, it gives up older versions, finished or not.
+
+        Args:
+            patient_until: the earliest time (of `tick`) at which a slot that was never used is taken while another one
+                is only waiting for its readers.
         """
         if plan not in self._plans:
             return [RefuseCall(call, f"weights of {version}: the plan {plan} is not known here; open it first")]
-        self._ranks.add_taker(Taker(call, session, rank, version, plan, deadline))
+        self._ranks.add_taker(Taker(call, session, rank, version, plan, deadline, patient_until))
         self._slots.abandon_parts(version, rank, session)
         return self._make_use_of_room()
 
@@ -444,7 +501,9 @@ class AgentState:
         No writer waits for a best-effort reader. Such a reader keeps its memory when the slot is needed.
         """
         self._watchers[session] = (call, newer_than, best_effort)
-        return self._serve_watchers()
+        first = not self._followers
+        self._followers.add(session)
+        return self._serve_watchers() + (self._schedule_pulls() if first else [])
 
     def borrow_version(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
         """Hold a version, complete or not, until `release_version`. Return its slot and plan; None: it is not here."""
@@ -512,6 +571,7 @@ class AgentState:
         """A client's channel ended, by goodbye or by death: it may still touch the memory that it was given."""
         self._ranks.closed(session)
         self._watchers.pop(session, None)
+        self._followers.discard(session)
         self._peer_watchers.pop(session, None)
         self.serving.pop(session, None)
         for slot in self._slots:
@@ -524,7 +584,9 @@ class AgentState:
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed: end overdue waits. Slow readers are left behind before a trainer rank is refused a slot."""
+        self._now = now
         instructions: list[Instruction] = [AnswerCall(call, SwapTurn(False)) for call in self._turns.take_overdue(now)]
+        instructions += self._serve_takers()
         if self._ranks.are_overdue(now):
             self._slots.leave_readers()
             instructions += self._serve_takers()
@@ -556,7 +618,11 @@ class AgentState:
         # Wait for these fetches: a bucket must not have two writers.
         if slot is not None and own & slot.pulling.keys():
             return []
-        slot, renewed = self._slot_for(version, taker.plan, dispensable=self._list_dispensable(version))
+        dispensable = self._list_dispensable(version)
+        patient = slot is None and self._now < taker.patient_until
+        if patient and self._slots.is_worth_waiting(dispensable, self._list_lagging()):
+            return []
+        slot, renewed = self._slot_for(version, taker.plan, dispensable=dispensable)
         if slot is None:
             return []
         for bucket in there:
@@ -570,12 +636,18 @@ class AgentState:
         slot = self._slots.find_slot(version)
         if slot is not None:
             return slot, []
-        slot = self._slots.take_slot(version, self._plans[plan], plan, dispensable=dispensable)
+        slot = self._slots.take_slot(
+            version, self._plans[plan], plan, dispensable=dispensable, lagging=self._list_lagging()
+        )
         if slot is None or not slot.stained:
             return slot, []
         # Whoever may still touch the old memory keeps it; the slot starts afresh.
         slot.stained = False
         return slot, [Renew(slot.number)]
+
+    def _list_lagging(self) -> set[int]:
+        """Return the numbers of slots whose version another agent is still fetching."""
+        return {slot.number for slot in self._slots if self._peers.is_fetched(slot.version)}
 
     def _list_dispensable(self, version: Version) -> set[int]:
         """Return the numbers of slots whose parts give way to `version`."""
@@ -586,7 +658,20 @@ class AgentState:
         if slot.writers or slot.version is None or slot.plan is None:
             return False
         fetched_ahead = slot.version > version and not slot.delivered
-        return fetched_ahead or any(self._never_comes(slot, bucket) for bucket in slot.plan.buckets)
+        return (
+            fetched_ahead
+            or self._is_outdated(slot)
+            or any(self._never_comes(slot, bucket) for bucket in slot.plan.buckets)
+        )
+
+    def _is_outdated(self, slot: Slot) -> bool:
+        """Whether a part is kept only for other nodes, and a newer one of this node's ranks has followed."""
+        assert slot.version is not None
+        return not self._followers and any(
+            other.version > slot.version and other.delivered and not other.writers
+            for other in self._slots.incomplete_slots()
+            if other.version is not None
+        )
 
     def _never_comes(self, slot: Slot, bucket: Bucket) -> bool:
         assert slot.version is not None
@@ -634,11 +719,13 @@ class AgentState:
         return newest is None or version > newest
 
     def _schedule_pulls(self) -> list[Instruction]:
-        """Fetch what other agents have and this one lacks.
+        """Fetch what other agents have and this one lacks, if anybody on this node reads it.
 
         First finish what was begun: otherwise a node slower than the trainer would never complete any version. Then
         take the newest version that can be had whole, skipping those in between; then whatever exists of the newest.
         """
+        if not self._followers:
+            return []
         offered = {
             version: plan for version, plan in self._peers.list_offered(self.newest).items() if plan in self._plans
         }

@@ -8,7 +8,10 @@ from weightsync.version import Version
 
 @dataclass(frozen=True)
 class Taker:
-    """A rank that wants to write its part of a version; `plan` is a digest, and `deadline` ends its wait."""
+    """A rank that wants to write its part of a version; `plan` is a digest, and `deadline` ends its wait.
+
+    `patient_until`: until then it rather waits for a slot that is about to be free than takes more memory.
+    """
 
     call: object
     session: object
@@ -16,6 +19,7 @@ class Taker:
     version: Version
     plan: str
     deadline: float
+    patient_until: float = 0.0
 
 
 class Ranks:

@@ -73,7 +73,7 @@ class WorkerContext:
         self.attempt = int(os.environ.get("ASYNCFLOW_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
-        choose_interfaces(self.job.store_host)
+        choose_interfaces(self.job.store_host, self.job.network)
         # The user asked to stop, or another gang failed: finish what is cheap to finish, save, exit.
         self.stopping = threading.Event()
         self._woken_to_stop: list[threading.Event] = []

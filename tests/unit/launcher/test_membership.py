@@ -67,6 +67,15 @@ def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[s
     assert members.obstacle == answer.reason
 
 
+def test_a_network_counts_if_every_launcher_reached_it() -> None:
+    members = Membership(3, CPU, "1.0")
+    members.answer_hello("a", hello(rank=1, networks=["10.1.0.0/16", "10.2.0.0/16"]))
+    assert members.are_in_network("10.2.0.0/16")
+    members.answer_hello("b", hello(rank=2, networks=["10.1.0.0/16"]))
+    assert members.are_in_network("10.1.0.0/16")
+    assert not members.are_in_network("10.2.0.0/16")
+
+
 def test_node_with_more_devices_than_are_used_is_welcome() -> None:
     members = Membership(3, CPU | {1: DevicesUsed("npu", 3)}, IDENTITY)
     assert members.answer_hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()

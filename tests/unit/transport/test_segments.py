@@ -1,11 +1,22 @@
 """Payloads that go over the wire: what is packed, what goes as it is, and where it lands."""
 
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncflow.transport.frame import DIRECT_BYTES, MESSAGE_BYTES, Payload, PayloadPiece, place, segment_bytes, segments
+from asyncflow.transport.frame import (
+    DIRECT_BYTES,
+    MESSAGE_BYTES,
+    Payload,
+    PayloadPiece,
+    PlacedPayload,
+    aligned,
+    place,
+    segment_bytes,
+    segments,
+)
 
 SIZES = st.sampled_from([0, 1, 7, 1000, DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 3])
 
@@ -25,6 +36,26 @@ def test_segmented_payload_arrives_as_the_packed_one_would(pieces: list[tuple[in
         else:
             part.write(target)
     assert torch.equal(received, expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(SIZES, max_size=6))
+def test_what_is_sent_lands_where_each_piece_goes(sizes: list[int]) -> None:
+    sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    landed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    payload, placed = Payload([PayloadPiece((part,), part.dtype) for part in sent]), PlacedPayload(landed)
+    assert placed.num_bytes == payload.num_bytes
+    offset = 0
+    for part in segments(payload):
+        data = torch.zeros(segment_bytes(part), dtype=torch.uint8)
+        data.copy_(part) if isinstance(part, Tensor) else part.write(data)
+        view = placed.view(offset, data.numel())
+        # Long pieces go straight to their memory.
+        assert view is not None or not isinstance(part, Tensor)
+        placed.accept_range(offset, data if view is None else view.copy_(data))
+        offset += aligned(data.numel())
+    assert placed.checksum == xxhash.xxh3_64_intdigest(b"".join(part.numpy().tobytes() for part in sent))
+    assert all(torch.equal(one, other) for one, other in zip(landed, sent, strict=True))
 
 
 def test_long_tensors_go_as_they_are_and_what_is_between_is_packed() -> None:

@@ -13,8 +13,12 @@ V0, V1, V2, V3 = (Version(0, step) for step in range(4))
 DONE = AnswerCall("seal", Done())
 
 
-def agent(*plans: TransferPlan, num_slots: int = 2, max_updating: int | None = None) -> AgentState:
+def agent(
+    *plans: TransferPlan, num_slots: int = 2, max_updating: int | None = None, has_reader: bool = True
+) -> AgentState:
     state = AgentState(num_slots=num_slots, max_updating=max_updating)
+    if has_reader:  # otherwise nothing is fetched from other agents; this one has all that it wants
+        state.watch("idle", "idle", Version(99, 0))
     for plan in plans or (PLAN,):
         state.open_plan(plan)
     return state
@@ -28,10 +32,17 @@ def take(
     plan: TransferPlan = PLAN,
     session: str = "",
     deadline: float = 9.0,
+    patient_until: float = 0.0,
 ) -> list[Instruction]:
     call = f"take {rank} {version}"
     return state.take_slot(
-        call, session or f"rank{rank}", rank=rank, version=version, plan=plan.digest(), deadline=deadline
+        call,
+        session or f"rank{rank}",
+        rank=rank,
+        version=version,
+        plan=plan.digest(),
+        deadline=deadline,
+        patient_until=patient_until,
     )
 
 

@@ -1,6 +1,7 @@
 """Slots: the same bytes for everybody, no way to write for readers, nothing left behind."""
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import torch
 
 from asyncflow.errors import WeightSyncError
 from weightsync import slot_memory
-from weightsync.slot_memory import SlotMappings, SlotMemory, SlotOffer, map_slot, populate, private_memory
+from weightsync.slot_memory import (
+    SlotMappings,
+    SlotMemory,
+    SlotOffer,
+    huge_pages_line,
+    map_slot,
+    populate,
+    private_memory,
+)
 
 NUM_BYTES = 3 * 4096 + 17
 
@@ -22,6 +31,45 @@ def test_everybody_sees_the_same_bytes() -> None:
     assert writer.data_ptr() % 64 == 0
     writer.copy_(torch.arange(NUM_BYTES) % 251)
     assert reader.equal(slot.memory) and reader[250] == 250
+
+
+@pytest.mark.parametrize(
+    ("switch", "said"),
+    [
+        ("always within_size [advise] never deny force", "huge pages where the kernel finds them"),
+        ("always within_size advise [never] deny force", "ordinary pages; `echo advise > "),
+        (None, "ordinary pages"),
+    ],
+)
+def test_what_the_system_grants_is_said_in_one_line(tmp_path: Path, switch: str | None, said: str) -> None:
+    path = tmp_path / "shmem_enabled"
+    if switch is not None:
+        path.write_text(switch)
+    line = huge_pages_line(path)
+    assert said in line and "\n" not in line
+
+
+def test_large_slots_lie_in_huge_pages_where_the_system_grants_them() -> None:
+    if "ordinary" in huge_pages_line():
+        pytest.skip("this system has no huge pages for shared memory")
+    slot = SlotMemory(8 * 2**20)
+    writer = map_slot(slot.offer, write=True)
+    writer.fill_(7)
+    address, huge = writer.data_ptr(), 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = start <= address < stop
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            huge = int(line.split()[1])
+    assert huge > 0 or _huge_pages_are_short()
+
+
+def _huge_pages_are_short() -> bool:
+    """Return whether memory is too fragmented for a huge page: a private mapping gets none, either."""
+    memory = private_memory(8 * 2**20)
+    memory.fill_(1)
+    return "AnonHugePages:         0 kB" in Path("/proc/self/smaps_rollup").read_text()
 
 
 def test_readers_mapping_is_read_only() -> None:

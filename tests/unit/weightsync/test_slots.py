@@ -32,13 +32,37 @@ def test_an_unused_slot_goes_before_a_dispensable_part_and_that_before_the_oldes
     slots = Slots(4)
     oldest = complete(slots, Version(0, 1))
     complete(slots, Version(0, 2))
+    oldest.readers.add("receiver")  # otherwise its slot goes before one that was never used
     part = take(slots, Version(0, 3))
     unused = take(slots, Version(0, 4))
+    oldest.readers.clear()
     assert unused.number not in (oldest.number, part.number)
     unused.dropped = True
     assert take(slots, Version(0, 5), dispensable=(part.number,)) is unused
     assert take(slots, Version(0, 6), dispensable=(part.number,)) is part
     assert take(slots, Version(0, 7)) is oldest
+
+
+def test_two_versions_take_turns_while_nobody_lags() -> None:
+    slots = Slots(3)
+    used = [complete(slots, Version(0, step)).number for step in range(1, 6)]
+    assert used == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("lag", ["reader", "other agent"])
+def test_a_third_slot_is_used_once_somebody_lags(lag: str) -> None:
+    slots = Slots(3)
+    oldest = complete(slots, Version(0, 1))
+    complete(slots, Version(0, 2))
+    if lag == "reader":
+        oldest.readers.add("receiver")
+    third = slots.take_slot(Version(0, 3), PLAN, "plan", dispensable=(), lagging=() if lag == "reader" else (0,))
+    assert third is not None and third.number == 2
+
+
+def test_deltas_keep_the_version_before_the_newest() -> None:
+    slots = Slots(3, keeps_base=True)
+    assert [complete(slots, Version(0, step)).number for step in range(1, 6)] == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("use", ["read", "repaired by its rank", "repaired from another agent"])
@@ -111,7 +135,10 @@ def test_a_dropped_version_is_nowhere_and_its_readers_keep_the_memory() -> None:
 
 def test_a_dropped_version_that_is_read_is_replaced_last() -> None:
     slots = Slots(3)
-    older, dropped, _ = (complete(slots, Version(0, step)) for step in (1, 2, 3))
+    older, dropped = complete(slots, Version(0, 1)), complete(slots, Version(0, 2))
+    older.readers.add("receiver")
+    complete(slots, Version(0, 3))
+    older.readers.clear()
     dropped.readers.add("receiver")
     dropped.dropped = True
     assert take(slots, Version(0, 4)) is older
