@@ -83,6 +83,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
     dcp.save(engine.state_dict(), checkpoint_id=root / f"end-{case}")
     if rank == 0:
         engine.export_hf(root / f"export-{case}", root / f"end-{case}")
+    assert engine.export_share(root / f"shared-{case}", root / f"end-{case}", ExportShare(rank, num_ranks))
 
 
 def update(engine: MegatronEngine, number: int, replica: int, replicas: int) -> float:

@@ -431,7 +431,7 @@ def test_workers_that_never_start_are_named(launch: Launch) -> None:
     launcher = launch("never_start", start_timeout_s=30.0)
     code, output = launcher.finish(3 * DEADLINE_S)
     assert code == 1
-    assert "): rollout-0 rank 0: not at work 30 s after the start" in output.splitlines()[-1], "nobody else is named"
+    assert "): rollout-0 rank 0: no progress for 30 s of its start" in output.splitlines()[-1], "nobody else is named"
 
 
 def test_external_gang_is_waited_for(launch: Launch) -> None:
