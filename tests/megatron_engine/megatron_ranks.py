@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from samples import NUM_SAMPLES, TEMPERATURE, make_sample  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workers.checkpoint.saved_shards import HostCopy  # noqa: E402
+from workers.checkpoint.saved_shards import ExportShare, HostCopy  # noqa: E402
 from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
 from workers.rows.packed_rows import Sequences  # noqa: E402
 from workers.settings.engines import ActorConfig  # noqa: E402

@@ -411,6 +411,20 @@ def test_workers_that_do_not_stop_are_killed(launch: Launch) -> None:
     assert_all_gone(launcher)
 
 
+def test_stop_waits_for_an_actor_that_saves(launch: Launch) -> None:
+    launcher = launch("save_slowly", stop_timeout_s=0.5)
+    launcher.wait_for_workers(5)
+    launcher.process.send_signal(signal.SIGUSR1)
+    assert launcher.process.stdout is not None
+    line = ""
+    while not line.startswith("still saving the last completed step; the stop waits for it"):
+        line = launcher.process.stdout.readline()
+        assert line
+    (launcher.run_dir / "saved").touch()
+    code, output = launcher.finish()
+    assert (code, output.splitlines()[-1].partition(" (")[0]) == (75, "stopped")
+
+
 def test_second_interrupt_kills_at_once(launch: Launch) -> None:
     launcher = launch("never_leave")
     launcher.wait_for_workers(5)

@@ -323,6 +323,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._stalled_s = 0.0
+        self._warned = False
         # Newest step that was saved or restored; 0: none.
         self.saved_step = 0
         # Why the last save failed; None: it succeeded.
@@ -429,9 +430,10 @@ class Checkpointer:
             logger.exception("saving step %d failed", step)
             self._record_failure(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
-            if self.failure is not None:
-                self._warn("")
             self.failure, self.saved_step = None, step
+            if self._warned:  # and it is over
+                self._warned = False
+                self._warn("")
             if self._export is not None:
                 self._write_export(self._writer.checkpoint_of(step), step)
             self._writer.prune_checkpoints()
@@ -449,7 +451,7 @@ class Checkpointer:
         except Exception as error:  # thread boundary
             logger.exception("the export of step %d failed", step)
             why = f"{type(error).__name__}: {error}"
-        self._warn(
+        self._tell_user(
             f"the checkpoint of step {step} has no hf/ ({why}); a resume adds it, or `asyncflow export {checkpoint}`"
         )
 
@@ -457,4 +459,8 @@ class Checkpointer:
         self.failure = error
         self.num_failures += 1
         newest = f"its newest checkpoint is of step {self.saved_step}" if self.saved_step else "it has no checkpoint"
-        self._warn(f"{error}; the run goes on, {newest}")
+        self._tell_user(f"{error}; the run goes on, {newest}")
+
+    def _tell_user(self, text: str) -> None:
+        self._warned = True
+        self._warn(text)

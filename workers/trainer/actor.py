@@ -72,11 +72,11 @@ class Actor:
         self._engine = load_train_engine(config, device=context.device)
         self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
         self._checkpointer = _open_checkpointer(context, self._engine)
+        if context.rank == 0:
+            context.warn_user("")  # clear the warning about a failed save that an earlier start of this gang left
         if context.job.resume_from:
             source = Path(context.job.resume_from)
             self._checkpointer.restore_checkpoint(self._engine, source, seed=config.seed, critic=self._critic)
-        if context.rank == 0:
-            context.warn_user("")  # clear the warning about a failed save that an earlier start of this gang left
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._gap_watch = GapWatch(config)
