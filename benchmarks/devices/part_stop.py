@@ -50,7 +50,7 @@ def run(**_: int) -> dict[str, float]:
         (root / "slow_export.py").write_text(_ENGINE.replace("EXPORT_S", str(EXPORT_S)))
         settings = overrides(
             actor__engine="slow_export:Engine", code_directory=root, checkpoint__interval=2,
-            schedule__rollout_batch_size=8, schedule__n_samples_per_prompt=4,
+            schedule__rollout_batch_size=8, schedule__n_samples_per_prompt=4, actor__micro_batch_size=16,
         )  # fmt: skip
         lost, stop_s, exports = 0, 0.0, 0
         with LaunchedRun(root / "run") as launched:

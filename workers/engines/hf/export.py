@@ -135,7 +135,7 @@ def export_saved(
                         return False
                     values = tensors.read_box(f"model.{name}", box).to(dtype).contiguous()
                     first = start + _first_element(box, shapes[name]) * dtype.itemsize
-                    out.write_at(first, memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+                    out.write_at(first, values.reshape(-1).view(torch.uint8).numpy().data)
         weight_map |= dict.fromkeys(held, file)
         total_bytes += layout.num_bytes
     if share.rank == 0:
