@@ -240,18 +240,21 @@ def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
 
 
 @pytest.mark.parametrize(
-    ("section", "start_s", "awaited"),
+    ("section", "start_s", "engine", "awaited"),
     [
-        ("actor", 123, (123, "launcher.start_timeout_s")),
-        ("critic", 123, (123, "launcher.start_timeout_s")),
-        ("actor", 20, (50, "launcher.operation_timeout_s")),
+        ("actor", 123, "hf", (123, "launcher.start_timeout_s")),
+        ("critic", 123, "hf", (123, "launcher.start_timeout_s")),
+        ("actor", 20, "hf", (50, "launcher.operation_timeout_s")),
+        ("actor", 20, "vllm", (400, "vllm.start_timeout_s")),
+        ("actor", 500, "vllm", (500, "launcher.start_timeout_s")),
     ],
 )
 def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
-    monkeypatch: pytest.MonkeyPatch, section: str, start_s: float, awaited: tuple[float, str]
+    monkeypatch: pytest.MonkeyPatch, section: str, start_s: float, engine: str, awaited: tuple[float, str]
 ) -> None:
     """A generating engine that loads slowly connects late, and its start is judged by progress."""
-    config = configure(f"launcher.start_timeout_s={start_s}", "launcher.operation_timeout_s=50")
+    limits = (f"launcher.start_timeout_s={start_s}", "launcher.operation_timeout_s=50", "vllm.start_timeout_s=400")
+    config = configure(f"rollout.engine={engine}", *limits)
     monkeypatch.setattr("workers.trainer.step_trainer.StreamingDataLoader", lambda *_, **settings: settings)
     context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
     task: Any = SimpleNamespace(name="train", inputs=())
