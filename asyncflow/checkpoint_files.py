@@ -1,6 +1,7 @@
 """A checkpoint's directory: its files with their checksums, and `meta.json`. Torch-free."""
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,12 +20,14 @@ from asyncflow.run_files import META_FILE
 #     critic/      the same of the critic, where the algorithm has one
 #     rng/         random number generators, one file per rank
 #     reference/   the reference's weights, if they are neither the initial ones nor these
-#     hf/          Hugging Face export (safetensors), if configured; resuming does not need it
+#     hf/          Hugging Face export (safetensors), if configured; resuming does not need it. Added when the rest is
+#                  in place; a stop leaves it out, and a resume or `asyncflow export` adds it
 #     queue/       finished samples that are not trained yet (`tq.snapshot`, with its own checksums); may be missing
 #
 # Actor ranks write it (`workers.checkpoint.writer`); the launcher verifies it before a run continues from it.
 
 DCP, CRITIC, RNG, HF, QUEUE, REFERENCE = "dcp", "critic", "rng", "hf", "queue", "reference"
+HALF_EXPORT = ".hf.tmp"  # where a run's ranks write `hf/` until it is complete
 FORMAT = 1
 _READ_BYTES = 2**24
 _THREADS = 8
@@ -70,11 +73,45 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"{path} has format {meta.format}, not {FORMAT}")
         return meta
 
+    @property
+    def has_export(self) -> bool:
+        return any(name.startswith(f"{HF}/") for name in self.files)
+
     def write(self, directory: Path) -> None:
-        with (directory / META_FILE).open("wb") as file:
+        """Write `meta.json`, or replace it atomically."""
+        beside = directory / f"{META_FILE}.tmp"
+        with beside.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
             file.flush()
             os.fsync(file.fileno())
+        beside.replace(directory / META_FILE)
+
+
+def add_export(checkpoint: Path, written: Path, files: Mapping[str, FileEntry]) -> None:
+    """Make a complete export the `hf/` of a checkpoint that is in place.
+
+    Args:
+        written: directory of the export, inside the checkpoint; its files are durable.
+        files: its entries in `meta.json`, by their paths under `hf/`. A crash in between leaves an export that
+            `meta.json` does not list; the next attempt writes it again.
+    """
+    sync_tree(written)
+    target = checkpoint / HF
+    if target.exists():  # of such a crash, or another process was faster: the content is the same
+        shutil.rmtree(target.rename(written.with_name(f"{written.name}.old")), ignore_errors=True)
+    written.rename(target)
+    sync(checkpoint)
+    meta = CheckpointMeta.read(checkpoint)
+    listed = {name: entry for name, entry in meta.files.items() if not name.startswith(f"{HF}/")}
+    listed |= {f"{HF}/{name}": entry for name, entry in files.items()}
+    msgspec.structs.replace(meta, files=dict(sorted(listed.items()))).write(checkpoint)
+    sync(checkpoint)
+
+
+def how_to_load(checkpoint: Path) -> str:
+    """Return where a checkpoint's model is, for messages: its `hf/`, or how to make it."""
+    path = checkpoint / HF
+    return str(path) if path.is_dir() else f"{path} (`asyncflow export {checkpoint}` writes it)"
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:

@@ -115,6 +115,45 @@ _NEVER = -1
 _TOP_PAD_BYTES = 1 << 26
 
 
+class ProcessWork:
+    """Tells whether a process and its descendants get on with loading and compiling, which reports nothing.
+
+    Counted are bytes read and written, through system calls or mapped files, and the processor time of children that
+    ended, such as compilers. A process that only waits, or spins while it waits, does none of this.
+    """
+
+    _LEAST_BYTES = 2**16  # between two looks; logs and heartbeats are less
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._bytes, self._ended_ticks = self._totals()
+
+    def advanced(self) -> bool:
+        """Return whether anything was done since the last call."""
+        before, (self._bytes, self._ended_ticks) = (self._bytes, self._ended_ticks), self._totals()
+        return self._bytes - before[0] >= self._LEAST_BYTES or self._ended_ticks > before[1]
+
+    def _totals(self) -> tuple[int, int]:
+        num_bytes = ended_ticks = 0
+        for pid in _family(self._pid):
+            with suppress(OSError, ValueError, IndexError):  # it ended meanwhile, or is another user's
+                lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+                num_bytes += sum(int(lines[key]) for key in ("rchar", "wchar", "read_bytes"))
+            with suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ended_ticks += int(fields[13]) + int(fields[14])  # cutime, cstime
+        return num_bytes, ended_ticks
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
+    yield pid
+    for children in Path("/proc").glob(f"{pid}/task/*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from _family(int(child))
+
+
 def keep_freed_memory() -> None:
     """Keep what the main thread frees for its next allocation, whatever the size; for the rest of the process.
 

@@ -34,10 +34,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.checkpoint_files import HF
+from asyncflow.checkpoint_files import HF, how_to_load
 from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineReader
-from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, METRICS_FILE, list_checkpoints
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, JOB_FILE, METRICS_FILE, list_checkpoints
 from launcher.checks.placement import find_devices
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
@@ -331,11 +331,16 @@ class Results:
         """The newest model that the run saved: a directory that `transformers` loads.
 
         Raises:
-            ConfigError: none was saved.
+            ConfigError: none was saved, or a stop left the newest checkpoint without it.
         """
         for path in reversed(list_checkpoints(self.run_dir).values()):
             if (path / HF / "config.json").is_file():
                 return path / HF
+            if not (self.run_dir / JOB_FILE).exists():  # a live run may be writing it
+                raise ConfigError(
+                    f"{path} has no hf/, because its run was stopped or does not export: name {how_to_load(path)}, or "
+                    f"resume the run"
+                )
         raise ConfigError(
             f"{self.run_dir}: no model was saved yet; a run saves one at its end, and every checkpoint.interval steps, "
             f"unless checkpoint.export_hf is false"

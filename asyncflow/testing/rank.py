@@ -21,7 +21,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from asyncflow.errors import BadRequest
 from asyncflow.testing import training_samples as samples
 from asyncflow.testing.train_adapter import TrainAdapter
-from workers.engines.base import TrainEngine
+from workers.checkpoint.saved_shards import ExportShare
+from workers.engines.base import RankedExportEngine, TrainEngine
 from workers.rows.packed_rows import Sequences
 
 Open = Callable[[], TrainEngine]
@@ -45,6 +46,9 @@ def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[
     results["resumed"] = resumed(engine, open_engine(), out / "saved", *replica)
     if dist.get_rank() == 0:
         engine.export_hf(out / "export", out / "saved")
+    if isinstance(engine, RankedExportEngine):
+        share = ExportShare(dist.get_rank(), dist.get_world_size())
+        assert engine.export_share(out / "shared", out / "saved", share), "nobody stopped it"
     dist.barrier()
     return results
 

@@ -236,6 +236,13 @@ def test_a_loaded_state_goes_on_exactly(trained: Trained) -> None:
     assert [rank["resumed"] for rank in trained.ranks] == [True] * len(trained.ranks)
 
 
+def test_ranks_together_write_the_export_of_a_single_process(trained: Trained) -> None:
+    """`export_share`, if the engine has it."""
+    whole, shared = trained.out / "export", trained.out / "shared"
+    for path in whole.iterdir() if shared.is_dir() else ():
+        assert (shared / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_export_is_loaded_by_transformers(trained: Trained) -> None:
     models: Any = AutoModelForCausalLM
     loaded, info = models.from_pretrained(trained.out / "export", output_loading_info=True)

@@ -88,6 +88,12 @@ collective per token, until three have come to both, in either schedule:
     sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context
                             parallel): the largest difference of a log-probability from the whole model in one process,
                             with the initial weights, with others that it received as boxes, and with those of files
+
+`stop`, some ten minutes, quickstart runs with two actor ranks whose exports take 40 s, stopped by SIGUSR1 five times:
+
+    stop_lost_steps         steps that were trained but are in no checkpoint when the command has ended
+    stop_longest_s          from the signal to the end of the command
+    stop_exports            checkpoints with `hf/` that were found at the ends
 """
 
 import sys

@@ -1,5 +1,6 @@
 """`asyncflow`: the secondary commands. Each imports what it needs only when it runs."""
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,25 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
         report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(report.as_json() if as_json else report.as_text())
     sys.exit(report.exit_code)
+
+
+@main.command("export", cls=OneLineCommand)
+@click.argument("run_dir", metavar="[RUN]", required=False, type=click.Path(path_type=Path))
+@click.option("--checkpoint", metavar="STEP|DIR", help="Which of the run's checkpoints.  [default: the newest]")
+@click.option("--output", metavar="DIR", help="A directory to be made.  [default: hf/ in the checkpoint]")
+def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str | None) -> None:
+    """Write a checkpoint's model as a Hugging Face directory.
+
+    A stopped run saves no hf/; this makes it, from the checkpoint's shards, without devices. RUN: a run or one of its
+    checkpoints, the newest run by default.
+    """
+    with errors_as_exits():
+        from launcher.run.export import export_run
+        from launcher.run.rundir import newest_run
+
+        run = run_dir or newest_run("RUN", "name a run directory")
+        say = functools.partial(click.echo, err=True)
+        click.echo(f"wrote {export_run(run, checkpoint, output, say=say)}")
 
 
 @main.command("timeline", cls=OneLineCommand)

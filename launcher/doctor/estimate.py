@@ -14,6 +14,7 @@ from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Preflight
 from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
+from launcher.request.stop_time import saved_bytes
 from workers.engines.device_memory import DTYPE_BYTES, state_of_roles
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 from workers.settings.run import RunConfig
@@ -30,7 +31,6 @@ _LAUNCHER_BYTES = 400 * 10**6
 _SERVICE_BYTES = 40 * 10**6
 _RANK_BYTES = 80 * 10**6
 _DEVICE_RANK_BYTES = 2 * 10**9
-_SAVED_PARAMETER_BYTES = 13
 _TOKEN_BYTES = 24
 
 
@@ -222,19 +222,14 @@ def _reward_model_bytes(checked: Preflight) -> int:
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
     """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, and the queue's responses.
 
-    Float32 weights and two moments of AdamW make 12; 12.9 is measured with tied embeddings. A reference that follows
-    the policy adds one copy of the model, and a critic as much as the policy. Responses count at full length.
+    A reference that follows the policy adds one copy of the model, and a critic as much as the policy. Responses count
+    at full length.
     """
     config = checked.config
     moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
     copies = int(config.checkpoint.export_hf) + int(moving_reference)
     responses = config.schedule.live_rows * _row_bytes(config)
-    saved = _trained_models(config) * _SAVED_PARAMETER_BYTES * _parameters(checked)
-    return saved + copies * model_bytes + responses
-
-
-def _trained_models(config: RunConfig) -> int:
-    return 1 + config.algorithm.has_critic
+    return saved_bytes(checked) + copies * model_bytes + responses
 
 
 def num_checkpoints(config: RunConfig) -> int:

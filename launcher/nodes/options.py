@@ -1,6 +1,7 @@
 """Which node of a run this launcher is: by `--nnodes`, `--node-rank` and `--head`, or by Slurm's variables. Pure."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,21 @@ class NodePlace:
 
 
 ONE_NODE = NodePlace()
+
+LEAVE_S = 20.0
+"""What a launcher needs after its workers have saved: services leave, files and the job end (s)."""
+
+
+def save_time_left_s(env: Mapping[str, str], now: float) -> float:
+    """Return how long a save may still take once the run is stopping (s); infinite outside of a Slurm job.
+
+    Slurm ends a job without further notice, and then the script cannot queue it again. Versions before 22.05 do not
+    say when; there a save gets no more time than `launcher.stop_timeout_s`. `now`: unix time.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return math.inf
+    end = env.get("SLURM_JOB_END_TIME", "")
+    return float(end) - LEAVE_S - now if end.isdecimal() else 0.0
 
 
 def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env: Mapping[str, str]) -> NodePlace:

@@ -27,6 +27,7 @@ from asyncflow.job import GangSpec
 from launcher.process.run_events import FAILED, RESUMABLE
 
 STARTING = "starting"
+SAVING = "saving"
 """The state of a rank that is not yet at work; every other state counts as at work."""
 PASSIVE = frozenset({"idle", "serving"})
 """States, besides `waiting for ...`, of a rank that has nothing to do until it is asked."""

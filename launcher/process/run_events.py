@@ -115,11 +115,17 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class TimerExpired:
-    """An armed timer ran out; `detail` names the ranks that were awaited."""
+    """An armed timer ran out.
+
+    Attributes:
+        detail: the ranks that were awaited.
+        more_s: how much longer may be waited, because what is awaited makes progress (s).
+    """
 
     timer: RunTimer
     detail: str = ""
     gang: str = ""
+    more_s: float = 0.0
 
 
 Event = (

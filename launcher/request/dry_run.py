@@ -12,6 +12,7 @@ from launcher.checks.preflight import Preflight
 from launcher.config.rules import num_micro_batches
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process.progress import table
+from launcher.request.stop_time import NO_SAVE, StopSave
 from workers.settings.dataflow import OBSERVERS
 from workers.settings.run import RunConfig
 
@@ -30,6 +31,7 @@ def describe(
     resume_from: str = "",
     place: NodePlace = ONE_NODE,
     arguments: Sequence[str] = (),
+    save: StopSave = NO_SAVE,
 ) -> str:
     """Return the text, without a final newline.
 
@@ -37,9 +39,10 @@ def describe(
         resume_from: checkpoint directory, or "".
         place: how many nodes there are, and where node 0 is.
         arguments: of the command, except those that say which node it is.
+        save: what a stop writes; shown if it takes some time.
     """
     parts = [
-        _summary(checked, source, run_dir, resume_from),
+        _summary(checked, source, run_dir, resume_from, save),
         _first_prompt(checked),
         _gang_table(checked),
         _environments(checked),
@@ -69,7 +72,7 @@ def torchrun_line(run_dir: Path, gang: GangSpec, python: str = sys.executable) -
     return f'{environment} {shlex.join(command)} --rdzv-endpoint "$(mktemp)" {shlex.join(worker)}'
 
 
-def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) -> str:
+def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str, save: StopSave) -> str:
     config, schedule = checked.config, checked.config.schedule
     groups, group_size = schedule.rollout_batch_size, schedule.n_samples_per_prompt
     late = f", groups up to {schedule.lateness} step late" if schedule.lateness else ""
@@ -95,6 +98,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
     if checked.num_held_out:
         rows.insert(-1, ("held out", _evaluation(checked)))
+    if save.seconds:
+        rows.append(("a stop saves", str(save)))
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)

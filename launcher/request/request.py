@@ -5,6 +5,7 @@ Request --accept_run()--> Accepted --describe()--> text of --dry-run
         '-accept_node()--> NodeRun, on any node but node 0
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.request.dry_run import describe
+from launcher.request.stop_time import NO_SAVE, StopSave, check_stop_save, stop_save_of
 from launcher.run.restore import (
     LATEST,
     Checkpoint,
@@ -72,6 +74,7 @@ class Accepted:
         place: this launcher's node, which is node 0, and the number of nodes.
         arguments: of the command, except those that say which node it is.
         plan: chosen by `--roles auto:N`.
+        save: what a stop writes.
     """
 
     source: Path
@@ -83,6 +86,7 @@ class Accepted:
     place: NodePlace = ONE_NODE
     arguments: tuple[str, ...] = ()
     plan: "Plan | None" = None
+    save: StopSave = NO_SAVE
 
     def check_here(self) -> None:
         """Check that this machine has the libraries that the run needs, and try user functions; raises ConfigError.
@@ -111,6 +115,7 @@ class Accepted:
             resume_from=resume_from,
             place=self.place,
             arguments=self.arguments,
+            save=self.save,
         )
 
     def start(self, started_at: float) -> int:
@@ -267,7 +272,11 @@ class Request:
     def _accept_loaded(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
         checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster)
         arguments = self._command_arguments()
-        return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
+        save = stop_save_of(checked, run_dir)
+        check_stop_save(save, checked.config, os.environ)
+        return Accepted(
+            loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan, save=save
+        )
 
     def _load_config(self, run_dir: Path | None) -> "_Loaded":
         if self.resume is None or self.config is not None or run_dir is None:

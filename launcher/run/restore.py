@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.checkpoint_files import HF, CheckpointMeta, damages
+from asyncflow.checkpoint_files import HF, CheckpointMeta, damages, how_to_load
 from asyncflow.decoding import json_decoder
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
@@ -308,7 +308,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(
             f"{changed_data(config.data)} (checksum {content}, not {checkpoint.data_hash}), and prompts would be "
             f"trained twice or never; restore {'it' if config.data.source else 'the file'}, or start a new run from "
-            f"{checkpoint.path / HF} (--set model.path=...)"
+            f"{how_to_load(checkpoint.path)} (--set model.path=...)"
         )
     fingerprint = model_fingerprint(Path(config.model.path))
     if fingerprint != checkpoint.fingerprint:
@@ -318,7 +318,9 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
     if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
         restore = "" if ";" in what else "; restore it"
-        raise ConfigError(f"{what}{restore}, or start a new run from {checkpoint.path / HF} (--set model.path=...)")
+        raise ConfigError(
+            f"{what}{restore}, or start a new run from {how_to_load(checkpoint.path)} (--set model.path=...)"
+        )
     left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
     if config.data.sampler is not None and not left[SAMPLER_FILE]:
         raise missing_state(checkpoint.run_dir / SAMPLER_FILE)
@@ -342,12 +344,13 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         if name in (_REFERENCE, _REVISION):
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
-                f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "
+                f"no other reference; leave it out, or start a new run from {how_to_load(checkpoint.path)} "
                 f"(--set model.path=...)"
             )
         raise ConfigError(
             f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
-            f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
+            f"twice or never; leave it out, or start a new run from {how_to_load(checkpoint.path)} "
+            f"(--set model.path=...)"
         )
 
 

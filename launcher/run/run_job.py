@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
@@ -23,11 +23,11 @@ from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
-from launcher.nodes.options import ONE_NODE, NodePlace
+from launcher.nodes.options import ONE_NODE, NodePlace, save_time_left_s
 from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import LocalGangs
 from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.process.progress import Progress, Status, final_lines, print_line
+from launcher.process.progress import SAVING, Progress, Status, final_lines, print_line
 from launcher.process.run_events import (
     FAILED,
     AllReady,
@@ -56,7 +56,7 @@ from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import RestartBudget, RestartLog, Supervisor
-from workers.settings.dataflow import OBSERVERS, SERVICES
+from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -201,6 +201,13 @@ def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job)
     )
 
 
+class _Heard(NamedTuple):
+    """When a rank wrote its last status, by its own clock, and when it arrived here (monotonic, s)."""
+
+    written: float
+    at: float
+
+
 class _Run:
     """One run in progress."""
 
@@ -253,7 +260,8 @@ class _Run:
                 max_global_restarts=own.max_global_restarts,
                 window_s=own.restart_window_s,
             ),
-            start_timeout_s=own.start_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+            start_timeout_key=config.start_timeout_key,
             evaluate_timeout_s=config.evaluate.timeout_s,
             stop_timeout_s=own.stop_timeout_s,
             reference_follows=bool(config.algorithm.ref_update_interval),
@@ -261,11 +269,12 @@ class _Run:
         )
         # A run that waits for processes outside may wait as long as those take, which is no deadlock.
         self._watch = RankWatch(
-            start_timeout_s=own.start_timeout_s,
+            start_timeout_s=config.start_timeout_s,
             operation_timeout_s=own.operation_timeout_s,
             silence_timeout_s=own.silence_timeout_s,
             deadlock_timeout_s=math.inf if config.waits_for_others else own.deadlock_timeout_s,
         )
+        self._start_timeout_s = config.start_timeout_s
         self._restarts = restarts
         self._phase = Phase.RUN
         self._deadlines: dict[tuple[RunTimer, str], float] = {}
@@ -273,6 +282,7 @@ class _Run:
         self._worked: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
+        self._heard: dict[tuple[str, int], _Heard] = {}
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -398,6 +408,9 @@ class _Run:
 
     def _read_statuses(self) -> None:
         self._statuses = self._store.read_statuses(self._ranks)
+        for place, status in self._statuses.items():
+            if place not in self._heard or self._heard[place].written != status.time:
+                self._heard[place] = _Heard(status.time, time.monotonic())
         missing = {name for name, rank in self._ranks if not self._is_at_work(name, rank)}
         for name in self._specs.keys() - missing - self._worked:
             self._worked.add(name)
@@ -423,8 +436,33 @@ class _Run:
         due = [key for key, at in self._deadlines.items() if at <= time.monotonic()]
         for key in due:
             del self._deadlines[key]
-        missing = ", ".join(self._missing_ranks())
-        return [TimerExpired(timer, missing if timer is RunTimer.START else "", gang) for timer, gang in due]
+        return [self._expired(timer, gang) for timer, gang in due]
+
+    def _expired(self, timer: RunTimer, gang: str) -> TimerExpired:
+        match timer:
+            case RunTimer.START:
+                return TimerExpired(timer, ", ".join(self._missing_ranks()), gang, self._more_start_s())
+            case RunTimer.STOP:
+                return TimerExpired(timer, "", gang, self._more_stop_s())
+        return TimerExpired(timer, "", gang)
+
+    def _more_start_s(self) -> float:
+        """Return how long the ranks that are still starting may take, counted from their last progress."""
+        idle_s = [
+            status.idle_s + time.monotonic() - self._heard[place].at
+            for place, status in self._statuses.items()
+            if place[0] not in self._gone and not status.at_work
+        ]
+        return self._start_timeout_s - min(idle_s, default=self._start_timeout_s)
+
+    def _more_stop_s(self) -> float:
+        """Return how long a save of the trainer may still take; 0: none is being written."""
+        saving = any(
+            status.state == SAVING and name not in self._gone and self._specs[name].role in TRAINERS
+            for (name, _), status in self._statuses.items()
+        )
+        # The trainer itself ends a save after `checkpoint.timeout_s`.
+        return save_time_left_s(os.environ, time.time()) if saving else 0.0
 
     def _stuck_ranks(self) -> list[Event]:
         """Return the ranks that make no progress."""

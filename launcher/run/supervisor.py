@@ -227,6 +227,7 @@ class Supervisor:
 
     Args:
         start_timeout_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the configuration.
+        start_timeout_key: the setting that the first comes from.
         reference_follows: the reference's weights are earlier ones of the policy.
         external: gangs that the user starts, so the launcher cannot restart them.
     """
@@ -239,14 +240,16 @@ class Supervisor:
         start_timeout_s: float,
         evaluate_timeout_s: float,
         stop_timeout_s: float,
+        start_timeout_key: str = "launcher.start_timeout_s",
         reference_follows: bool = False,
         external: Collection[str] = (),
     ) -> None:
         self._gangs = {gang.name: gang for gang in gangs}
         self._restarts = restarts
         self._start_timeout_s = start_timeout_s
+        self._start_timeout_key = start_timeout_key
         self._evaluate_timeout_s = evaluate_timeout_s
-        self._stop_timeout_s = stop_timeout_s
+        self._stop_timeout_s = self._stop_s = stop_timeout_s
         self._reference_follows = reference_follows
         self._external = frozenset(external)
         self._phase = Phase.RUN
@@ -442,21 +445,33 @@ class Supervisor:
                 return self._start_again(event.gang)
             case RunTimer.KILL if event.gang in self._stuck:
                 return [KillGang(event.gang)]
+            case RunTimer.START if not self._all_ready and self._phase is Phase.RUN and event.more_s > 0:
+                return [Arm(RunTimer.START, event.more_s)]
             case RunTimer.START if not self._all_ready and self._phase is Phase.RUN:
-                text = f"not at work {self._start_timeout_s:g} s after the start (launcher.start_timeout_s)"
+                text = f"no progress for {self._start_timeout_s:g} s of its start ({self._start_timeout_key})"
                 cause = f"the last failure: {self._last_failure}" if self._last_failure else "see logs/"
                 return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; {cause}")
             case RunTimer.EVALUATE if self._phase is Phase.EVALUATE:
                 text = f"not ready {self._evaluate_timeout_s:g} s after the last step (evaluate.timeout_s); given up"
                 self._complaint = f"{', '.join(self._remaining_observers())}: {text}"
                 return self._enter_phase(Phase.STOP)
+            case RunTimer.STOP if self._phase is Phase.STOP and event.more_s > 0:
+                return self._extend_stop(event.more_s)
             case RunTimer.STOP if self._phase is Phase.STOP:
-                text = f"still running {self._stop_timeout_s:g} s after the stop (launcher.stop_timeout_s); killed"
+                text = f"still running {self._stop_s:g} s after the stop (launcher.stop_timeout_s); killed"
                 late = [name for name in self._running if self._gangs[name].role not in SERVICES]
                 return self._kill_and_finish(f"{', '.join(late)}: {text}")
             case RunTimer.EXIT:
                 return self._kill_and_finish()
         return []
+
+    def _extend_stop(self, more_s: float) -> list[Instruction]:
+        """Wait on for a checkpoint that is being written; what is killed now would be lost."""
+        first = self._stop_s == self._stop_timeout_s
+        seconds = min(self._stop_timeout_s, more_s)
+        self._stop_s += seconds
+        note = Note("still saving the last completed step; the stop waits for it (Ctrl-C again: at once)")
+        return [*([note] if first else []), Arm(RunTimer.STOP, seconds)]
 
     def _enter_phase(self, phase: Phase) -> list[Instruction]:
         """Move forwards to `phase`; do nothing if the run is there or beyond."""

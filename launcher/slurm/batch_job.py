@@ -21,6 +21,7 @@ from asyncflow.vendors import vendors
 from launcher.checks.preflight import Cluster
 from launcher.config.paths import PACKAGED, user_path
 from launcher.request.request import Accepted, Request
+from launcher.request.stop_time import StopSave
 from workers.settings.run import LauncherConfig
 
 COMMAND = "asyncflow-launch"
@@ -109,8 +110,8 @@ class BatchRequest(SlurmOptions):
             request = replace(request, overrides=(*request.overrides, f"launcher.device={self.device}"))
         accepted = request.accept_run()
         config = accepted.checked.config
-        stop_s = _longest_stop_s(config.launcher)
-        self._check_times(stop_s)
+        stop_s = _longest_stop_s(config.launcher, accepted.save)
+        self._check_times(stop_s, accepted.save)
         for what, text in (
             ("name", config.name),
             ("--run-dir", accepted.run_dir),
@@ -172,11 +173,12 @@ class BatchRequest(SlurmOptions):
             if shown.read_only and path == accepted.run_dir:
                 raise ConfigError(f"--container-mounts: the run directory {path} is read-only in the container")
 
-    def _check_times(self, stop_s: int) -> None:
+    def _check_times(self, stop_s: int, save: StopSave) -> None:
         if self.signal_s < stop_s:
+            saving = f"; the save: {save}" if save.seconds else ""
             raise ConfigError(
                 f"--signal-s: {self.signal_s} s are too short to stop and save, which may take {stop_s} s "
-                f"(twice launcher.stop_timeout_s and {_LEAVE_S}); set it to {stop_s} or more"
+                f"(twice launcher.stop_timeout_s and {_LEAVE_S}{saving}); set it to {stop_s} or more"
             )
         if time_limit_s(self.time_limit) <= self.signal_s + _EARLY_S:
             raise ConfigError(
@@ -210,10 +212,10 @@ def time_limit_s(text: str) -> float:
     return float(seconds)
 
 
-def _longest_stop_s(launcher: LauncherConfig) -> int:
+def _longest_stop_s(launcher: LauncherConfig, save: StopSave) -> int:
     """Return how long a launcher may take from the signal to its end (s)."""
-    # Saving and leaving may take `stop_timeout_s` each.
-    return math.ceil(2 * launcher.stop_timeout_s) + _LEAVE_S
+    # Before and after the save, workers may take `stop_timeout_s` each.
+    return math.ceil(2 * launcher.stop_timeout_s + save.seconds) + _LEAVE_S
 
 
 def _notes(accepted: Accepted, cluster: Cluster) -> tuple[str, ...]:

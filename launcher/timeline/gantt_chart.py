@@ -23,6 +23,7 @@ _COLOURS = {
     "evaluate": "#a0a03c",
     "forward_backward": "#54a24b", "optimizer": "#2f6b2a", "publish weights": "#b279a2", "checkpoint": "#9d755d",
     "write checkpoint": "#d6c1b4",
+    "write export": "#e6d8cf",
     "copy weights": "#d9b8d2", "seal weights": "#7f5a83", "receive weights": "#f7c1be", "check weights": "#ee9490",
     "pause for weights": "#f2a39f",
 }  # fmt: skip

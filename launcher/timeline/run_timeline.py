@@ -21,8 +21,14 @@ from asyncflow.run_files import TIMELINE
 ROLLOUTS = frozenset({"rollout", "turn"})
 """Spans of users' functions and agents, many at a time; those with the same `id` belong to one rollout."""
 BESIDE = ROLLOUTS | {
-    "copy weights", "seal weights", "check weights", "receive weights", "pause for weights", "write checkpoint"
-}  # fmt: skip
+    "copy weights",
+    "seal weights",
+    "check weights",
+    "receive weights",
+    "pause for weights",
+    "write checkpoint",
+    "write export",
+}
 STEP_ENDS = "publish weights"
 """Span of the actor's rank 0 that ends when the weights of its `step` exist."""
 _WAITS = {

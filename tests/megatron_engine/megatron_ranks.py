@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from samples import NUM_SAMPLES, TEMPERATURE, make_sample  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workers.checkpoint.saved_shards import HostCopy  # noqa: E402
+from workers.checkpoint.saved_shards import ExportShare, HostCopy  # noqa: E402
 from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
 from workers.rows.packed_rows import Sequences  # noqa: E402
 from workers.settings.engines import ActorConfig  # noqa: E402
@@ -99,6 +99,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
     dcp.save(engine.state_dict(), checkpoint_id=root / f"end-{case}")
     if rank == 0:
         engine.export_hf(root / f"export-{case}", root / f"end-{case}")
+    assert engine.export_share(root / f"shared-{case}", root / f"end-{case}", ExportShare(rank, num_ranks))
 
 
 def update(engine: MegatronEngine, number: int, replica: int, replicas: int, *, per_sample: bool) -> float:

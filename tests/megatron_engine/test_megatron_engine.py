@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from asyncflow.testing.plain import decay_groups
+from launcher.run.export import write_export
 from weightsync.plan import Box, ShardSpec, plan_transfer
 
 from .samples import NUM_SAMPLES, TEMPERATURE, make_sample
@@ -256,6 +257,17 @@ def test_shards_of_all_ranks_make_the_exported_weights(root: Path, case: str) ->
     for shards in held:
         for name, _, offset, size, values in shards:
             assert values.reshape(size).equal(expected[name][Box(offset, size).slices]), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", ["one", "tp2-pp2", "tp2-dp2", "tp2-cp2"])
+def test_ranks_together_and_a_process_without_megatron_write_the_same_export(
+    root: Path, case: str, tmp_path: Path
+) -> None:
+    write_export(root / f"end-{case}", tmp_path / "export", root / "models" / CASES[case]["model"])
+    for directory in (root / f"shared-{case}", tmp_path / "export"):
+        for path in (root / f"export-{case}").iterdir():
+            assert (directory / path.name).read_bytes() == path.read_bytes(), path
 
 
 def test_export_is_loaded_by_transformers(root: Path) -> None:

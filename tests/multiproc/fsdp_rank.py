@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from workers.checkpoint.saved_shards import ExportShare
 from workers.engines.fsdp.sharding import FsdpEngine
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
@@ -79,6 +80,7 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
     dcp.save(engine.state_dict(), checkpoint_id=saved)
     if rank == 0:
         engine.export_hf(root / f"export-{mode}-{num_ranks}", saved)
+    assert engine.export_share(root / f"shared-{mode}-{num_ranks}", saved, ExportShare(rank, num_ranks))
 
 
 def forward(root: Path, rank: int, num_ranks: int) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -96,6 +97,25 @@ def never_leave(run_dir: str, gang: str) -> None:
     """Say that work began and ignore everything."""
     _report(_store(run_dir), gang, "stuck")
     _stuck()
+
+
+def save_slowly(run_dir: str, gang: str) -> None:
+    """Told to stop, the actor saves until `saved` is there."""
+    if gang != "actor":
+        obey_phase(run_dir, gang)
+        return
+    store = _store(run_dir)
+    _report(store, gang, "training")
+    _until(lambda: store.check(["phase"]) and store.get("phase") == b"stop")
+    _report(store, gang, "saving")
+    _until((Path(run_dir) / "saved").exists)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def never_start(run_dir: str, gang: str) -> None:

@@ -101,6 +101,13 @@ def test_shards_of_two_ranks_make_the_whole_parameters(root: Path) -> None:
         assert covered[name].equal(value), name
 
 
+@pytest.mark.parametrize("name", ["train-1", "train-2"])
+def test_ranks_together_write_the_export_of_a_single_process(root: Path, name: str) -> None:
+    whole, shared = root / f"export-{name}", root / f"shared-{name}"
+    assert sorted(path.name for path in shared.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert all(path.read_bytes() == (whole / path.name).read_bytes() for path in shared.iterdir())
+
+
 def test_export_of_two_ranks_is_loaded_by_transformers(root: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(root / "export-train-2")
     assert model.model.embed_tokens.weight.equal(exported(root, "train-2")["model.embed_tokens.weight"])

@@ -414,6 +414,20 @@ def test_workers_that_do_not_stop_are_killed(launch: Launch) -> None:
     assert_all_gone(launcher)
 
 
+def test_stop_waits_for_an_actor_that_saves(launch: Launch) -> None:
+    launcher = launch("save_slowly", stop_timeout_s=0.5)
+    launcher.wait_for_workers(5)
+    launcher.process.send_signal(signal.SIGUSR1)
+    assert launcher.process.stdout is not None
+    line = ""
+    while not line.startswith("still saving the last completed step; the stop waits for it"):
+        line = launcher.process.stdout.readline()
+        assert line
+    (launcher.run_dir / "saved").touch()
+    code, output = launcher.finish()
+    assert (code, output.splitlines()[-1].partition(" (")[0]) == (75, "stopped")
+
+
 def test_second_interrupt_kills_at_once(launch: Launch) -> None:
     launcher = launch("never_leave")
     launcher.wait_for_workers(5)
@@ -434,7 +448,7 @@ def test_workers_that_never_start_are_named(launch: Launch) -> None:
     launcher = launch("never_start", start_timeout_s=30.0)
     code, output = launcher.finish(3 * DEADLINE_S)
     assert code == 1
-    assert "): rollout-0 rank 0: not at work 30 s after the start" in output.splitlines()[-1], "nobody else is named"
+    assert "): rollout-0 rank 0: no progress for 30 s of its start" in output.splitlines()[-1], "nobody else is named"
 
 
 def test_external_gang_is_waited_for(launch: Launch) -> None:

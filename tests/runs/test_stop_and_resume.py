@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncflow.checkpoint_files import CheckpointMeta
+
 from . import command
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,12 +56,17 @@ def test_stop_signal_saves_the_last_step_and_exits_75(tmp_path: Path, number: si
         assert process.returncode == 75, err
         assert command.HUNG not in out + err
         assert "--resume" in out
+        assert "has no hf/ (the run was stopped); a resume adds it, or `asyncflow export" in out
         command.wait_until(lambda: not any(one.is_running() for one in family), "the end of all processes")
     last = command.last_step(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     assert not (run_dir / "job.json").exists()
+    stopped = run_dir / "checkpoints" / f"step_{last:06d}"
+    assert not CheckpointMeta.read(stopped).has_export
     resumed = command.run("--resume", "latest", "--run-dir", "run", "--steps", str(last + 2), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+    assert CheckpointMeta.read(stopped).has_export, "made beside training"
+    assert CheckpointMeta.read(run_dir / "checkpoints" / f"step_{last + 2:06d}").has_export, "as at every normal end"
     command.check_ledger(run_dir, groups_per_step=8, last=last + 2)
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from asyncflow.checkpoint_files import CheckpointMeta, damages, files_below
 from asyncflow.errors import CheckpointError
 from workers.checkpoint.checkpoint_directory import prunable
-from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
+from workers.checkpoint.saved_shards import ExportShare
+from workers.checkpoint.writer import Checkpointer, Contents, Export, RunFacts
 from workers.settings.run import CheckpointConfig
 
 DEADLINE_S = 20.0
@@ -48,10 +49,25 @@ def _run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def checkpointer(run_dir: Path, restored_from: Path | None = None, **settings: Any) -> Checkpointer:
+def checkpointer(
+    run_dir: Path,
+    restored_from: Path | None = None,
+    *,
+    export: Export | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    **settings: Any,
+) -> Checkpointer:
     facts = RunFacts(lineage=3, model_fingerprint="f", data_hash="d", config=run_dir / "config.yaml")
-    config = CheckpointConfig(export_hf=False, **settings)
-    return Checkpointer(run_dir, config, facts=facts, device=CPU, restored_from=restored_from, warn=WARNINGS.append)
+    return Checkpointer(
+        run_dir,
+        CheckpointConfig(**settings),
+        facts=facts,
+        device=CPU,
+        restored_from=restored_from,
+        warn=WARNINGS.append,
+        export=export,
+        stopping=stopping,
+    )
 
 
 WARNINGS: list[str] = []
@@ -228,10 +244,9 @@ def occupy_shards(queue: Path) -> None:
     ("contents", "reason", "remedy"),
     [
         ({"make_durable": fail}, "OSError: .Errno 28. No space left on device", ": make room"),
-        ({"export_hf": lambda target, saved: fail()}, "OSError: .Errno 28. No space left on device", ": make room"),
         ({"reference": Path("/nowhere/reference")}, "FileNotFoundError: .*", ""),
         ({"snapshot": occupy_shards}, "FileExistsError: .*", ""),
-        ({"export_hf": lambda target, saved: 1 / 0}, "ZeroDivisionError: division by zero", ""),
+        ({"make_durable": lambda: 1 / 0}, "ZeroDivisionError: division by zero", ""),
     ],
 )
 def test_failed_save_keeps_the_older_checkpoint_and_warns_once(
@@ -252,6 +267,112 @@ def test_failed_save_keeps_the_older_checkpoint_and_warns_once(
     assert names(run_dir) == ["step_000003"]
     assert WARNINGS[1:] == [""], "and it is over"
     assert saver.failure is None
+
+
+def test_interrupted_replacement_leaves_nothing_half_removed_that_looks_complete(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, engine = checkpointer(run_dir), FakeEngine()
+    save(saver, engine, 1)
+    removed = []
+    monkeypatch.setattr("workers.checkpoint.checkpoint_directory.shutil.rmtree", lambda path, **_: removed.append(path))
+    engine.lr = [0.25]
+    begin(saver, engine, 1)
+    saver.wait()
+    assert names(run_dir) == [".step_000001.former.tmp", "step_000001"]
+    assert all(path.name.startswith(".") for path in removed), "nothing is removed under a name that counts"
+    checkpointer(run_dir).restore_checkpoint(engine, run_dir / "checkpoints" / "step_000001", seed=0)  # type: ignore[arg-type]  # a fake
+    assert engine.lr == [0.25]
+
+
+class SlowExport:
+    """Writes an export piece by piece, onto a disk that is busy until the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.on_busy_disk = True
+
+    def __call__(self, target: Path, saved: Path, share: ExportShare) -> bool:
+        assert (saved / ".metadata").is_file()
+        for piece in ("config.json", "model.safetensors"):
+            if share.stop():
+                return False
+            (target / piece).write_text(piece)
+            if self.on_busy_disk:
+                self.gate()
+        return True
+
+
+def exported(run_dir: Path, step: int) -> list[str]:
+    """Files that are in the checkpoint beside what every one has, all of them as `meta.json` says."""
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    meta = CheckpointMeta.read(path)
+    assert damages(path, meta.files) == {}
+    assert files_below(path) == sorted([*meta.files, "meta.json"])
+    return [name for name in meta.files if name.startswith("hf/")]
+
+
+def test_checkpoint_counts_while_its_export_is_still_being_written(run_dir: Path) -> None:
+    export = SlowExport()
+    saver = checkpointer(run_dir, keep_last=1, export=export)
+    save_without_export = checkpointer(run_dir)
+    save(save_without_export, FakeEngine(), 1)
+    begin(saver, FakeEngine(), 2)
+    assert export.gate.reached.wait(DEADLINE_S)
+    path = run_dir / "checkpoints" / "step_000002"
+    meta = CheckpointMeta.read(path)
+    assert (saver.saved_step, meta.has_export, damages(path, meta.files)) == (2, False, {})
+    restored = FakeEngine()
+    save_without_export.restore_checkpoint(restored, path, seed=0)  # type: ignore[arg-type]  # a fake
+    assert names(run_dir) == ["step_000001", "step_000002"], "the older one stays until the newer one is complete"
+    export.gate.opened.set()
+    saver.wait()
+    assert exported(run_dir, 2) == ["hf/config.json", "hf/model.safetensors"]
+    assert names(run_dir) == ["step_000002"] and WARNINGS == []
+
+
+def test_stop_ends_an_export_between_two_pieces_and_says_who_writes_it(run_dir: Path) -> None:
+    stop, export = threading.Event(), SlowExport()
+    saver = checkpointer(run_dir, export=export, stopping=stop.is_set)
+    begin(saver, FakeEngine(), 1)
+    assert export.gate.reached.wait(DEADLINE_S)
+    stop.set()
+    export.gate.opened.set()
+    saver.wait()
+    assert (saver.saved_step, saver.failure, exported(run_dir, 1)) == (1, None, [])
+    path = run_dir / "checkpoints" / "step_000001"
+    says = "the checkpoint of step 1 has no hf/ (the run was stopped); a resume adds it, or `asyncflow export"
+    assert [f"{says} {path}`"] == WARNINGS
+
+    stop.clear()
+    again = checkpointer(run_dir, path, export=export)
+    again.restore_checkpoint(FakeEngine(), path, seed=0)  # type: ignore[arg-type]  # a fake
+    again.wait()
+    assert exported(run_dir, 1) == ["hf/config.json", "hf/model.safetensors"]
+
+
+@pytest.mark.parametrize(("failure", "reason"), [(fail, "No space left on device"), (lambda: 1 / 0, "division by")])
+def test_export_that_fails_costs_a_line_but_no_checkpoint(
+    run_dir: Path, failure: Callable[[], object], reason: str
+) -> None:
+    def export(target: Path, saved: Path, share: ExportShare) -> bool:
+        (target / "config.json").write_text("half of it")
+        failure()
+        return True
+
+    saver = checkpointer(run_dir, export=export)
+    save(saver, FakeEngine(), 1)
+    assert (saver.saved_step, saver.failure, exported(run_dir, 1)) == (1, None, [])
+    assert len(WARNINGS) == 1 and reason in WARNINGS[0] and "has no hf/" in WARNINGS[0]
+
+
+def test_next_start_removes_what_an_interrupted_export_left(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 1)
+    half = run_dir / "checkpoints" / "step_000001" / ".hf.tmp"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half of it")
+    checkpointer(run_dir)
+    assert exported(run_dir, 1) == [] and not half.exists()
 
 
 class CriticsChannel:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from asyncflow.checkpoint_files import sync_tree
+from asyncflow.checkpoint_files import HALF_EXPORT, sync_tree
 from asyncflow.json_lines import sync
 from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from workers.settings.run import CheckpointConfig
@@ -54,8 +54,9 @@ class CheckpointDirectory:
         return checkpoint_path(self._run_dir, step)
 
     def clean_leftovers(self) -> None:
-        for directory in self._root.glob(".step_*.tmp"):
-            shutil.rmtree(directory, ignore_errors=True)
+        for pattern in (".step_*.tmp", f"step_*/{HALF_EXPORT}*"):
+            for directory in self._root.glob(pattern):
+                shutil.rmtree(directory, ignore_errors=True)
 
     def begin(self, step: int, *, num_bytes: int) -> None:
         """Make the directory that a save of at least `num_bytes` writes into. Raises OSError if the file system
@@ -69,16 +70,19 @@ class CheckpointDirectory:
         target.mkdir()
 
     def complete_save(self, step: int) -> None:
-        """Make what was written durable and visible, atomically, then prune. Raises OSError, with nothing visible, if
-        the file system refuses."""
+        """Make what was written durable and visible, atomically. Raises OSError, with nothing visible, if the file
+        system refuses."""
         target = self.path(step)
         written = beside(target)
         sync_tree(written)
+        former = None
         if target.exists():  # from before the run went back and trained this step again
-            shutil.rmtree(target)
+            # Hide it first: half of it must not be there under its name.
+            former = target.rename(target.with_name(f".{target.name}.former.tmp"))
         written.rename(target)
         sync(self._root)
-        self._prune_checkpoints()
+        if former is not None:
+            shutil.rmtree(former, ignore_errors=True)
 
     def discard_save(self, step: int) -> None:
         shutil.rmtree(beside(self.path(step)), ignore_errors=True)
@@ -86,7 +90,8 @@ class CheckpointDirectory:
     def free_bytes(self) -> int:
         return shutil.disk_usage(self._root).free
 
-    def _prune_checkpoints(self) -> None:
+    def prune_checkpoints(self) -> None:
+        """Remove what is not to be kept; a checkpoint that cannot be removed costs a line."""
         paths = list_checkpoints(self._run_dir)
         in_use = [step for step, path in paths.items() if path == self._restored_from]
         keep = self._config

@@ -60,6 +60,18 @@ def own_shards(work: Path, part: str, rank: int) -> Iterator[str]:
         yield f"{part}/{path.name}"
 
 
+@dataclass(frozen=True)
+class ExportShare:
+    """Which part of an export a process writes, and when it gives up: `stop` is asked before each piece."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    stop: Callable[[], bool] = lambda: False
+
+
+WHOLE = ExportShare()
+
+
 class _ShardFiles(dcp.FileSystemWriter):
     """Raises the system's own error, e.g. a full disk; torch hides it behind one about the half-written file."""
 

@@ -2,8 +2,10 @@
 training.
 
     all     bytes needed -> [rank 0: room? reference/, queue/] -> dcp/ -> rng/, own checksums
-    rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> remove older ones
+    rank 0  config.yaml -> ledger durable -> meta.json -> into place
+    all     own bytes of .hf.tmp/ -> [rank 0: hf/, meta.json] -> [rank 0: remove older ones]
 
+The checkpoint counts before its export begins, so a run that is stopped or dies while it writes `hf/` loses no step.
 After each part the ranks agree whether all of them succeeded, so a save fails on all ranks or on none, and no rank
 waits for one that gave up. These collectives use the saving thread's own group: training uses the default group.
 """
@@ -31,12 +33,13 @@ from torch import Tensor
 from asyncflow.checkpoint_files import (
     CRITIC,
     DCP,
-    HF,
+    HALF_EXPORT,
     QUEUE,
     REFERENCE,
     RNG,
     CheckpointMeta,
     FileEntry,
+    add_export,
     describe,
     files_below,
 )
@@ -45,7 +48,7 @@ from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from asyncflow.json_lines import DISK_FULL, sync
 from asyncflow.timeline import NoTimeline, Spans
 from workers.checkpoint.checkpoint_directory import CheckpointDirectory, beside
-from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards, own_shards, save_shards
+from workers.checkpoint.saved_shards import ExportShare, HostCopy, SavedEngine, load_shards, own_shards, save_shards
 from workers.rank.actor_critic_channel import ActorCriticChannel
 from workers.rank.peers import gather
 from workers.settings.run import CheckpointConfig
@@ -71,14 +74,16 @@ class Contents:
 
     # Makes ledger and metrics up to the step durable, before the checkpoint becomes visible
     make_durable: Callable[[], None]
-    # (target, saved state) -> writes the Hugging Face directory; None: write none
-    export_hf: Callable[[Path, Path], None] | None = None
     # Writes the queue's finished samples into a directory; None: do not keep them
     snapshot: Callable[[Path], object] | None = None
     reference: Path | None = None  # Directory of reference weights to include
     # Channel to a critic in a role of its own, which writes its part into the same work directory
     critic: ActorCriticChannel | None = None
     saved: Callable[[], None] = lambda: None  # Called once the checkpoint is in place
+
+
+# (target, saved state, share) -> whether this rank's share of the Hugging Face directory was written, or was stopped
+Export = Callable[[Path, Path, ExportShare], bool]
 
 
 class CheckpointWriter:
@@ -121,6 +126,40 @@ class CheckpointWriter:
         if self._rank == 0:
             self._tell_queue(rest)
 
+    def write_export(self, checkpoint: Path, export: Export, *, stop: Callable[[], bool]) -> bool:
+        """Add `hf/` to a checkpoint that is in place. Returns False if `stop` said so on any rank; nothing is left of
+        the export then. Raises CheckpointError if a rank failed its part."""
+        work = checkpoint / HALF_EXPORT
+        share = ExportShare(self._rank, dist.get_world_size(self._group), stop)
+        try:
+            self._first_rank(checkpoint, partial(_make_anew, work))
+            written = self._gather_parts(checkpoint, lambda: export(work, checkpoint / DCP, share))
+            if not all(written):
+                self._first_rank(checkpoint, partial(shutil.rmtree, work, ignore_errors=True))
+                return False
+            # Rank 0 lists them: another node may not see the newest files yet.
+            names = self._gather_parts(checkpoint, lambda: files_below(work) if self._rank == 0 else [])[0]
+            parts = self._gather_parts(checkpoint, partial(self._describe_share, work, names))
+            files = {name: FileEntry(*entry) for part in parts for name, entry in part.items()}
+            self._first_rank(checkpoint, partial(add_export, checkpoint, work, files))
+        except CheckpointError:
+            if self._rank == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        return True
+
+    def prune_checkpoints(self) -> None:
+        if self._rank == 0:
+            self._directory.prune_checkpoints()
+
+    def checkpoint_of(self, step: int) -> Path:
+        return self._directory.path(step)
+
+    def _describe_share(self, work: Path, names: list[str]) -> dict[str, tuple[int, str]]:
+        """Return this rank's share of the checksums."""
+        own = names[self._rank :: dist.get_world_size(self._group)]
+        return {name: (entry.num_bytes, entry.xxh3) for name, entry in describe(work, own).items()}
+
     def _begin_save(self, step: int, num_bytes: int, rest: Contents) -> None:
         """Make room, then take what must not wait: references get replaced, and trained rows leave the queue."""
         work = beside(self._directory.path(step))
@@ -153,8 +192,6 @@ class CheckpointWriter:
     def _complete_save(self, step: int, files: dict[str, tuple[int, str]], rest: Contents) -> None:
         work = beside(self._directory.path(step))
         shutil.copyfile(self._facts.config, work / self._facts.config.name)
-        if rest.export_hf is not None:
-            rest.export_hf(work / HF, work / DCP)
         if rest.critic is not None:
             files |= rest.critic.recv_files(step, timeout_s=self._timeout_s)
         # `meta.json` makes the checkpoint valid, so the ledger up to its step must be durable before it is written.
@@ -215,6 +252,11 @@ class CheckpointWriter:
         return f"rank {rank}: {one_line(error)}{free}{remedy}"
 
 
+def _make_anew(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+
+
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
@@ -226,12 +268,15 @@ def _link_or_copy(source: str, target: str) -> None:
 #
 #     training      step 20 -> begin(20) -> step 21: forward, backward -> before_update() -> update -> ...
 #                     |        copies of the state begin |                waits for the copies
-#     saving thread   |        '-- queue's samples, shards, checksums ... into place; older ones are removed
+#     saving thread   |        '-- queue's samples, shards, checksums ... into place -> hf/; older ones are removed
 #     step 40 -> begin(40): waits until 20 is written, then the same again
 #
 # So saving delays training in three places: while the copy begins, until the copy is complete before the weights
 # change, and while a save is still being written when the next is due. A failed save costs only a warning: older
 # checkpoints stay, and the next save is tried when due. `asyncflow.checkpoint_files` describes the directory.
+#
+# Once the run is stopping, no rank begins a piece of `hf/` any more: the checkpoint stays without it, as a warning
+# says. A start that continues from such a checkpoint adds it beside training.
 
 _LOOK_S = 1.0
 
@@ -245,7 +290,7 @@ class Checkpointer:
 
     The constructor removes what an interrupted save or removal left behind. `waits` is called every second while
     training waits for a save; `warn`, in the saving thread, when a save fails, and with "" when one succeeds after a
-    failure.
+    failure. `export` writes `hf/` (None: no export), until `stopping` is true.
     """
 
     def __init__(
@@ -259,8 +304,12 @@ class Checkpointer:
         timeline: Spans | None = None,
         waits: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = logger.warning,
+        export: Export | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
+        self._export = export
+        self._stopping = stopping
         self._device = device
         self._timeline = timeline or NoTimeline()
         self._waits = waits
@@ -274,6 +323,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._stalled_s = 0.0
+        self._warned = False
         # Newest step that was saved or restored; 0: none.
         self.saved_step = 0
         # Why the last save failed; None: it succeeded.
@@ -296,13 +346,7 @@ class Checkpointer:
         with self._timeline.span("checkpoint", step=step):
             state = self._copy.begin({name: one.state_dict() for name, one in _parts(engine, critic).items()})
             self._step = step
-            self._thread = threading.Thread(
-                target=self._write_checkpoint,
-                args=(step, state, rng_states(self._device), rest),
-                name="checkpoint",
-                daemon=True,
-            )
-            self._thread.start()
+            self._start_thread(partial(self._write_checkpoint, step, state, rng_states(self._device), rest))
         self._stalled_s += time.monotonic() - began
 
     def before_update(self) -> None:
@@ -333,7 +377,8 @@ class Checkpointer:
         """Load a checkpoint into engine and critic; returns its metadata. Raises CheckpointError if it cannot be read.
 
         The ranks continue with their saved random states if there are as many as saved them. Otherwise they start new
-        ones, seeded by seed, step and rank.
+        ones, seeded by seed, step and rank. If the checkpoint lacks its export, it is written from here on, beside
+        training.
         """
         try:
             meta = CheckpointMeta.read(source)
@@ -348,10 +393,17 @@ class Checkpointer:
             set_rng_states(rng, self._device)
         else:
             torch.manual_seed(int(np.random.SeedSequence([seed, meta.step, dist.get_rank()]).generate_state(1)[0]))
+        if self._export is not None and not meta.has_export:
+            self._step = meta.step
+            self._start_thread(partial(self._write_export, source, meta.step))
         return meta
 
     def close(self) -> None:
         self._copy.close()
+
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def _join_thread(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + self._config.timeout_s
@@ -378,12 +430,37 @@ class Checkpointer:
             logger.exception("saving step %d failed", step)
             self._record_failure(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
-            if self.failure is not None:
-                self._warn("")
             self.failure, self.saved_step = None, step
+            if self._warned:  # and it is over
+                self._warned = False
+                self._warn("")
+            if self._export is not None:
+                self._write_export(self._writer.checkpoint_of(step), step)
+            self._writer.prune_checkpoints()
+
+    def _write_export(self, checkpoint: Path, step: int) -> None:
+        """Add the Hugging Face export; the checkpoint is good without it, so a failure is only told."""
+        assert self._export is not None
+        try:
+            with self._timeline.span("write export", step=step):
+                if self._writer.write_export(checkpoint, self._export, stop=self._stopping):
+                    return
+                why = "the run was stopped"
+        except CheckpointError as error:
+            why = str(error)
+        except Exception as error:  # thread boundary
+            logger.exception("the export of step %d failed", step)
+            why = f"{type(error).__name__}: {error}"
+        self._tell_user(
+            f"the checkpoint of step {step} has no hf/ ({why}); a resume adds it, or `asyncflow export {checkpoint}`"
+        )
 
     def _record_failure(self, error: CheckpointError) -> None:
         self.failure = error
         self.num_failures += 1
         newest = f"its newest checkpoint is of step {self.saved_step}" if self.saved_step else "it has no checkpoint"
-        self._warn(f"{error}; the run goes on, {newest}")
+        self._tell_user(f"{error}; the run goes on, {newest}")
+
+    def _tell_user(self, text: str) -> None:
+        self._warned = True
+        self._warn(text)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from workers.checkpoint.saved_shards import ExportShare
 
 
 @dataclass(frozen=True)
@@ -317,8 +320,8 @@ class TrainEngine(TrainedEngine, Protocol):
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory (safetensors, config, tokenizer), creating `target`.
 
-        Runs on one rank, in any thread, while training continues. `saved` is where torch.distributed.checkpoint wrote a
-        `state_dict`.
+        Runs on one rank, in any thread, while training continues; a stop does not wait for it. `saved` is where
+        torch.distributed.checkpoint wrote a `state_dict`.
         """
 
 
@@ -330,6 +333,15 @@ class PolicyCopy(Protocol):
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Like `TrainEngine.log_probs`, under the copy's weights; for equal weights and batches bitwise equal to it."""
+
+
+@runtime_checkable
+class RankedExportEngine(TrainEngine, Protocol):
+    """A training engine whose ranks write an export together, each its own bytes, and stop when they are told to."""
+
+    def export_share(self, target: Path, saved: Path, share: "ExportShare") -> bool:
+        """Write a share of `export_hf`; not collective. Returns whether it is complete and durable; False:
+        `share.stop` said so."""
 
 
 @runtime_checkable

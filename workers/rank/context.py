@@ -28,6 +28,7 @@ from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import bind_to_device, grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job, choose_interfaces, last_words
+from asyncflow.process import ProcessWork
 from asyncflow.run_files import META_FILE, TIMELINE
 from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.timeline import Timeline
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+SAVING = "saving"
 # Kinds of failures in users' code that a run survives.
 REWARD, ROLLOUT = "reward", "rollout"
 # How long the job store may take to answer or to accept a thread's connection, whatever the thread waits for (s).
@@ -106,6 +108,7 @@ class WorkerContext:
             advice="install the same one everywhere",
         )
         self._closed = threading.Event()
+        self._start_work = ProcessWork(os.getpid())
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 
@@ -169,7 +172,7 @@ class WorkerContext:
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store for torch's process groups; each thread that may block needs its own."""
-        timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
+        timeout = timedelta(seconds=timeout_s or self.config.start_timeout_s)
         return connect_store(self.job.store_host, self.job.store_port, timeout)
 
     def sealed_store(self, timeout_s: float | None = None) -> SealedStore:
@@ -181,7 +184,7 @@ class WorkerContext:
         return PrefixStore(f"pg/{self.gang.name}/{self.job.lineage}/{self.attempt}", self.new_store())
 
     def job_credentials(self) -> Credentials:
-        timeout_s = self.config.launcher.start_timeout_s
+        timeout_s = self.config.start_timeout_s
         store = self.new_store(min(timeout_s, STORE_TIMEOUT_S))  # its clones connect with this deadline
         return Credentials(store, bytes.fromhex(self.job.secret), timeout_s)
 
@@ -307,6 +310,9 @@ class WorkerContext:
                 os._exit(1)
 
     def _write_status(self, store: SealedStore) -> None:
+        # A rank that loads or compiles reports nothing meanwhile; its bytes and compilers show that it gets on.
+        if self._status.state == STARTING and self._start_work.advanced():
+            self.report_progress()
         status = {
             **vars(self._status),
             "time": time.time(),

@@ -127,7 +127,8 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
     if len(groups) != expected:
         raise ConfigError(
             f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so it is unknown which "
-            f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
+            f"ones are left; restore the file, or start a new run from the checkpoint's hf/, which `asyncflow export` "
+            f"writes if it is not there (--set model.path=...)"
         )
     return frozenset(groups)
 

@@ -135,9 +135,13 @@ class CheckpointConfig(Settings):
     keep_every: int = Field(0, ge=0)
     """Keep checkpoints of steps that are multiples of this forever; 0: none."""
     export_hf: bool = True
-    """Also write a Hugging Face directory that `transformers` loads."""
+    """Also write a Hugging Face directory that `transformers` loads. A stop leaves it out; a resume or `asyncflow
+    export` adds it."""
     timeout_s: float = Field(3600.0, gt=0)
     """Deadline of one save, which is written while training continues (s)."""
+    write_gb_per_s: float | None = Field(None, gt=0)
+    """How fast all nodes together write to the run directory (GB/s), to tell before the start whether a stop leaves
+    time for its save; null: measured by a short write."""
 
 
 class LauncherConfig(Settings):
@@ -159,9 +163,11 @@ class LauncherConfig(Settings):
     external_gangs: tuple[str, ...] = ()
     """Gangs (e.g. `rollout-1`) that you start by hand, with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Deadline for all workers to load and connect (s)."""
+    """How long a start may take without progress (s). Bytes that a worker reads or writes count as progress, and
+    compilers that it runs. `vllm.start_timeout_s` holds instead if vLLM generates and it is longer."""
     stop_timeout_s: float = Field(30.0, gt=0)
-    """How long workers may take to save and exit after a stop request before they are killed (s)."""
+    """How long workers may take to exit after a stop request before they are killed (s). A checkpoint that is being
+    written by then gets as long as it takes: up to `checkpoint.timeout_s`, in a Slurm job up to the job's end."""
     operation_timeout_s: float = Field(1800.0, gt=0)
     """Longest time that a busy worker may take without progress (a response, a micro-batch, an update, a save); after
     that it counts as stuck and is restarted (s)."""
@@ -275,6 +281,22 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[LoggerConfig, ...] = ()
     launcher: LauncherConfig = LauncherConfig()
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long a start may take without progress (s): the longest of those that the launcher and the engines
+        allow."""
+        return max(self.launcher.start_timeout_s, self.vllm.start_timeout_s if self._uses_vllm else 0.0)
+
+    @property
+    def start_timeout_key(self) -> str:
+        """The setting that `start_timeout_s` comes from, for messages."""
+        own = self.start_timeout_s == self.launcher.start_timeout_s
+        return "launcher.start_timeout_s" if own else "vllm.start_timeout_s"
+
+    @property
+    def _uses_vllm(self) -> bool:
+        return any(self.is_vllm(role) for role in self.roles)
 
     @property
     def outside_roles(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,14 +41,14 @@ from tq.client.dataloader import StreamingDataLoader
 from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.checkpoint.checkpoint_directory import beside
-from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards
-from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
+from workers.checkpoint.saved_shards import ExportShare, HostCopy, load_shards, own_shards, save_shards
+from workers.checkpoint.writer import Checkpointer, Contents, Export, RunFacts
 from workers.data.model_files import model_fingerprint
-from workers.engines.base import ValueEngine
+from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
-from workers.rank.context import REWARD, ROLLOUT, WorkerContext
+from workers.rank.context import REWARD, ROLLOUT, SAVING, WorkerContext
 from workers.rank.peers import ReplicaPeers, ReplicaPlace, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
@@ -65,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 # After a failed publication, how long to wait for the stop that the launcher sends when an agent died (s).
 STOP_GRACE_S = 15.0
+_LOOK_S = 0.5
 
 
 def run_actor(context: WorkerContext) -> None:
@@ -86,12 +88,12 @@ class Actor:
         self._task = task = task_of("actor", config, context.job)
         self._engine = load_train_engine(config, device=context.device)
         self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
-        self._checkpointer = _open_checkpointer(context)
+        self._checkpointer = _open_checkpointer(context, self._engine)
+        if context.rank == 0:
+            context.warn_user("")  # clear the warning about a failed save that an earlier start of this gang left
         if context.job.resume_from:
             source = Path(context.job.resume_from)
             self._checkpointer.restore_checkpoint(self._engine, source, seed=config.seed, critic=self._critic)
-        if context.rank == 0:
-            context.warn_user("")  # clear the warning about a failed save that an earlier start of this gang left
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._gap_watch = GapWatch(config)
@@ -273,7 +275,7 @@ class Actor:
 
     def _begin_save(self) -> None:
         step = self._completed
-        self._context.report_state("saving", f"step {step}")
+        self._context.report_state(SAVING, f"step {step}")
         contents = _NOTHING if self._recorder is None else self._checkpoint_contents(step, self._recorder)
         self._send_message(ActorMessage(Kind.SAVE, step))
         self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
@@ -302,7 +304,6 @@ class Actor:
 
         return Contents(
             make_durable=recorder.sync_files,
-            export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
             # Reused samples would change which responses share a batch.
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
@@ -319,7 +320,7 @@ class Actor:
 _NOTHING = Contents(make_durable=lambda: None)
 
 
-def _open_checkpointer(context: WorkerContext) -> Checkpointer:
+def _open_checkpointer(context: WorkerContext, engine: TrainEngine) -> Checkpointer:
     config, resume_from = context.config, context.job.resume_from
     facts = RunFacts(
         lineage=context.job.lineage,
@@ -335,9 +336,41 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         device=context.device,
         restored_from=Path(resume_from) if resume_from else None,
         timeline=context.timeline,
-        waits=lambda: context.report_state("saving"),
+        waits=lambda: context.report_state(SAVING),
         warn=context.warn_user if context.rank == 0 else lambda _: None,
+        export=_open_export(engine) if config.checkpoint.export_hf else None,
+        stopping=context.stopping.is_set,
     )
+
+
+def _open_export(engine: TrainEngine) -> Export:
+    """Return how this rank takes part in exports. An engine that has not declared how to divide them writes the whole
+    on rank 0, in a thread that a stop leaves behind: its half-written directory never counts."""
+    if isinstance(engine, RankedExportEngine):
+        return engine.export_share
+
+    def write_whole(target: Path, saved: Path, share: ExportShare) -> bool:
+        if share.rank != 0:
+            return True
+        written: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                engine.export_hf(target, saved)
+            except (Exception, dcp.CheckpointException) as error:  # thread boundary; the latter is a BaseException
+                logger.warning("the export to %s failed", target, exc_info=error)
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        threading.Thread(target=write, name="export", daemon=True).start()
+        while not wait([written], _LOOK_S).done:
+            if share.stop():
+                return False
+        written.result()
+        return True
+
+    return write_whole
 
 
 def run_critic(context: WorkerContext) -> None:

@@ -381,6 +381,10 @@ def open_loader(
         replica: distributes the rows among the replica's ranks.
     """
     config = context.config
+    # No writer is connected before the generating engine has loaded. The launcher judges that by its progress; this
+    # deadline is for what the launcher does not notice.
+    operation = config.launcher.operation_timeout_s, "launcher.operation_timeout_s"
+    producers_timeout_s, setting = max((config.start_timeout_s, config.start_timeout_key), operation)
     return StreamingDataLoader(
         client,
         task.name,
@@ -393,7 +397,6 @@ def open_loader(
         num_ranks=num_ranks,
         replica=replica,
         timeout_s=config.tq.request_timeout_s,
-        # No writer is connected before the generating engine has loaded, which may take as long as any worker's start.
-        producers_timeout_s=0.0 if config.waits_for_others else config.launcher.start_timeout_s,
-        producers_setting="launcher.start_timeout_s",
+        producers_timeout_s=0.0 if config.waits_for_others else producers_timeout_s,
+        producers_setting=setting,
     )

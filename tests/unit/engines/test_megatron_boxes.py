@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync.plan import Box
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart, HostCopy
-from workers.engines.hf.weights import SavedTensors
+from workers.engines.hf.export import SavedTensors
 from workers.engines.megatron.names import MegatronGeometry, flat_boxes, megatron_shards
 
 GEOMETRY = MegatronGeometry(

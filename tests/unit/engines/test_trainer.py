@@ -277,18 +277,28 @@ def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
     assert all(one.equal(other) for one, other in zip(weights(engine), before, strict=True))
 
 
-@pytest.mark.parametrize("section", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("section", "start_s", "engine", "awaited"),
+    [
+        ("actor", 123, "hf", (123, "launcher.start_timeout_s")),
+        ("critic", 123, "hf", (123, "launcher.start_timeout_s")),
+        ("actor", 20, "hf", (50, "launcher.operation_timeout_s")),
+        ("actor", 20, "vllm", (400, "vllm.start_timeout_s")),
+        ("actor", 500, "vllm", (500, "launcher.start_timeout_s")),
+    ],
+)
 def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
-    monkeypatch: pytest.MonkeyPatch, section: str
+    monkeypatch: pytest.MonkeyPatch, section: str, start_s: float, engine: str, awaited: tuple[float, str]
 ) -> None:
-    """A generating engine that loads slowly connects late."""
-    config = configure("launcher.start_timeout_s=123")
+    """A generating engine that loads slowly connects late, and its start is judged by progress."""
+    limits = (f"launcher.start_timeout_s={start_s}", "launcher.operation_timeout_s=50", "vllm.start_timeout_s=400")
+    config = configure(f"rollout.engine={engine}", *limits)
     monkeypatch.setattr("workers.trainer.step_trainer.StreamingDataLoader", lambda *_, **settings: settings)
     context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
     task: Any = SimpleNamespace(name="train", inputs=())
     settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)
-    assert (settings["producers_timeout_s"], settings["producers_setting"]) == (123, "launcher.start_timeout_s")
-    assert "launcher.start_timeout_s" in {key.path for key in all_keys()}
+    assert (settings["producers_timeout_s"], settings["producers_setting"]) == awaited
+    assert awaited[1] in {key.path for key in all_keys()}
     assert (settings["first_partition"], settings["last_partition"]) == (STEP, 9)
 
 

@@ -1,9 +1,11 @@
 """Which node a launcher is."""
 
+import math
+
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.nodes.options import NodePlace, find_place
+from launcher.nodes.options import LEAVE_S, NodePlace, find_place, save_time_left_s
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -112,3 +114,10 @@ def test_what_cannot_be_is_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         find_place(nnodes, node_rank, head, env)
+
+
+def test_a_save_may_take_until_shortly_before_slurm_ends_the_job() -> None:
+    assert save_time_left_s({}, 1000.0) == math.inf
+    assert save_time_left_s({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "1100"}, 1000.0) == 100 - LEAVE_S
+    assert save_time_left_s({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "1010"}, 1000.0) < 0
+    assert save_time_left_s({"SLURM_JOB_ID": "17"}, 1000.0) == 0, "an old Slurm does not say when"

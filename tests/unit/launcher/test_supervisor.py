@@ -11,6 +11,7 @@ from launcher.process.run_events import (
     Instruction,
     KillGang,
     LastStepDone,
+    Note,
     Phase,
     RunDirLost,
     RunTimer,
@@ -195,8 +196,36 @@ def test_workers_that_never_start_are_killed_and_named() -> None:
     *kills, finish = supervisor.handle(TimerExpired(RunTimer.START, "rollout-1 rank 0"))
     assert kills == [KillGang(name) for name in NAMES]
     assert finish == Finish(
-        1, "rollout-1 rank 0: not at work 300 s after the start (launcher.start_timeout_s); see logs/"
+        1, "rollout-1 rank 0: no progress for 300 s of its start (launcher.start_timeout_s); see logs/"
     )
+
+
+def test_start_that_gets_on_is_waited_for_until_its_last_progress_is_too_long_ago() -> None:
+    supervisor = new_run()
+    expired = TimerExpired(RunTimer.START, "rollout-1 rank 0", more_s=290.0)
+    assert supervisor.handle(expired) == [Arm(RunTimer.START, 290.0)]
+    assert isinstance(supervisor.handle(TimerExpired(RunTimer.START, "rollout-1 rank 0"))[-1], Finish)
+
+
+def test_stop_waits_for_a_save_as_long_as_the_scheduler_grants() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    note, armed = supervisor.handle(TimerExpired(RunTimer.STOP, more_s=75.0))
+    assert isinstance(note, Note) and "still saving" in note.text and not note.failure
+    assert armed == Arm(RunTimer.STOP, 30.0)
+    assert supervisor.handle(TimerExpired(RunTimer.STOP, more_s=45.0)) == [Arm(RunTimer.STOP, 30.0)]
+    assert supervisor.handle(TimerExpired(RunTimer.STOP, more_s=15.0)) == [Arm(RunTimer.STOP, 15.0)]
+    assert supervisor.handle(TimerExpired(RunTimer.STOP, more_s=-0.5))[-1] == Finish(
+        75,
+        "rollout-0, rollout-1, actor: still running 105 s after the stop (launcher.stop_timeout_s); killed",
+    )
+
+
+def test_second_stop_ends_a_save_that_is_waited_for() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    supervisor.handle(TimerExpired(RunTimer.STOP, more_s=75.0))
+    assert supervisor.handle(StopRequested(2))[-1] == Finish(75, "stopped")
 
 
 @pytest.mark.parametrize("timer", [RunTimer.START, RunTimer.STOP])

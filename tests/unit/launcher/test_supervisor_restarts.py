@@ -136,7 +136,7 @@ def test_start_that_takes_too_long_names_the_last_failure() -> None:
     *_, finish = supervisor.handle(TimerExpired(RunTimer.START, "ref-0 rank 0"))
     assert finish == Finish(
         1,
-        "ref-0 rank 0: not at work 300 s after the start (launcher.start_timeout_s); "
+        "ref-0 rank 0: no progress for 300 s of its start (launcher.start_timeout_s); "
         "the last failure: ref rank 0 failed: ended by SIGKILL",
     )
 

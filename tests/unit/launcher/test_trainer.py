@@ -203,10 +203,15 @@ def test_the_model_is_that_of_the_newest_checkpoint_that_has_one(tmp_path: Path)
         _ = Results(tmp_path).model_path
     for step, has_model in ((4, True), (8, True), (12, False)):
         path = tmp_path / "checkpoints" / f"step_{step:06d}" / "hf"
-        path.mkdir(parents=True)
+        path.parent.mkdir(parents=True)
         if has_model:
+            path.mkdir()
             (path / "config.json").touch()
+    (tmp_path / "job.json").touch()  # the run is still going, and writes the newest one
     assert Results(tmp_path).model_path == tmp_path / "checkpoints/step_000008/hf"
+    (tmp_path / "job.json").unlink()
+    with pytest.raises(ConfigError, match=r"step_000012 has no hf/, because its run was stopped .*`asyncflow export /"):
+        _ = Results(tmp_path).model_path
 
 
 def test_results_are_a_dict_per_step_and_a_frame(tmp_path: Path) -> None:

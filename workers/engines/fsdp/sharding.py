@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from workers.checkpoint.saved_shards import WHOLE, ExportShare
 from workers.data.model_files import HEAD_TENSORS, POLICY_KEY, SCORE_HEAD
 from workers.engines.base import (
     EngineSetup,
@@ -33,6 +34,7 @@ from workers.engines.base import (
     decays,
 )
 from workers.engines.fsdp.dtensor_shards import local_shards
+from workers.engines.hf.export import export_saved
 from workers.engines.hf.model import (
     DTYPES,
     check_stored,
@@ -42,7 +44,7 @@ from workers.engines.hf.model import (
     stored_names,
     vocab_size,
 )
-from workers.engines.hf.weights import HfWeights, export_saved
+from workers.engines.hf.weights import HfWeights
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut, response_log_probs, response_logits
@@ -350,8 +352,12 @@ class FsdpEngine(ShardedModel):
         return local_shards(self._model.named_parameters())
 
     def export_hf(self, target: Path, saved: Path) -> None:
-        """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
-        export_saved(saved, target, self._model_dir, self._aliases)
+        self.export_share(target, saved, WHOLE)
+
+    def export_share(self, target: Path, saved: Path, share: ExportShare) -> bool:
+        """Write a share of a saved state as a Hugging Face directory, in the element type of the initial model's
+        files."""
+        return export_saved(saved, target, self._model_dir, self._aliases, share)
 
     def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
         copy = FsdpCopy(

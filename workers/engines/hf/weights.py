@@ -1,6 +1,6 @@
-"""Weights in files: safetensors of a Hugging Face directory, read and written piece by piece, and saved states.
+"""Weights in files: safetensors of a Hugging Face directory, read and written piece by piece.
 
-A trainer rank reads only its own rows; an export never keeps more than one file's tensors in memory.
+A trainer rank reads only its own rows; writing never keeps more than one file's tensors in memory.
 """
 
 import json
@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncflow.errors import ConfigError
 from workers.data.model_files import (
@@ -33,6 +30,7 @@ from workers.data.model_files import (
 from workers.engines.base import LocalShard
 
 NO_ALIASES: Mapping[str, Iterable[str]] = {}
+FILE_BYTES = 4 * 2**30  # at which a new file of weights begins, counting 4 bytes per element
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
 
 
@@ -137,45 +135,12 @@ class HfWeights:
         return self._opened[path].get_slice(name)
 
 
-class SavedTensors:
-    """Reads a saved state tensor by tensor in a single process, so that exports can run while the ranks train on.
-
-    `saved` is a directory written by torch.distributed.checkpoint.
-    """
-
-    def __init__(self, saved: Path) -> None:
-        self._reader = dcp.FileSystemReader(saved)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-
-    def shapes_below(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors below a dotted path, keyed by the rest of their path, sorted."""
-        entries = sorted(self._metadata.state_dict_metadata.items())
-        return {
-            name.removeprefix(prefix): tuple(entry.size)
-            for name, entry in entries
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor by its dotted path in the state."""
-        entry = self._metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        return tensor
-
-
 def write_weights(
     target: Path,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
     *,
-    file_bytes: int = 4 * 2**30,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write weights as safetensors files of about `file_bytes` at most, with an index if there are several.
 
@@ -185,6 +150,21 @@ def write_weights(
         read: called once per name, in that order; returns the contiguous CPU tensor to store.
         file_bytes: size at which a new file begins, counting 4 bytes per element.
     """
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    files = divide_into_files(shapes, file_bytes)
+    for file, names in files.items():
+        tensors = {name: read(name) for name in names}
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        (target / file).chmod(_readable(target))  # safetensors makes it readable by its owner only
+        weight_map.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        write_index(target, weight_map, total_bytes)
+
+
+def divide_into_files(shapes: Mapping[str, tuple[int, ...]], file_bytes: int) -> dict[str, list[str]]:
+    """Return file -> names of its weights; see `write_weights`."""
     groups: list[list[str]] = [[]]
     size_bytes = 0
     for name, shape in shapes.items():
@@ -194,32 +174,15 @@ def write_weights(
             size_bytes = 0
         groups[-1].append(name)
         size_bytes += weight_bytes
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number, names in enumerate(groups, start=1):
-        file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        tensors = {name: read(name) for name in names}
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, target / file, metadata={"format": "pt"})
-        (target / file).chmod(_readable(target))  # safetensors makes it readable by its owner only
-        weight_map.update(dict.fromkeys(names, file))
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (target / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    if len(groups) == 1:
+        return {WEIGHTS_FILE: groups[0]}
+    return {f"model-{k:05}-of-{len(groups):05}.safetensors": names for k, names in enumerate(groups, start=1)}
 
 
-def export_saved(saved: Path, target: Path, model_dir: Path, aliases: Mapping[str, Iterable[str]]) -> None:
-    """Write the weights named in `aliases` of a saved state as a Hugging Face directory, in the element type of the
-    files in `model_dir`, whose other files are copied; see `TrainEngine.export_hf`."""
-    source, tensors = HfWeights(model_dir), SavedTensors(saved)
-    copy_without_weights(model_dir, target)
-
-    def read(name: str) -> Tensor:
-        dtype = source.dtype(source.find_name(name, aliases[name]))
-        return tensors.read(f"model.{name}").to(dtype)
-
-    shapes = tensors.shapes_below("model.")
-    write_weights(target, {name: shapes[name] for name in aliases}, read)
+def write_index(target: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Write the file that says which file has which weight."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (target / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def _readable(directory: Path) -> int:

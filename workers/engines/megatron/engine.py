@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
+from workers.checkpoint.saved_shards import WHOLE, BoxedTensor, BoxPart, ExportShare
 from workers.data.model_files import read_model_config
 from workers.engines.base import (
     DivisibleLoss,
@@ -39,7 +39,8 @@ from workers.engines.base import (
     decay,
     decays,
 )
-from workers.engines.hf.weights import HfWeights, export_saved
+from workers.engines.hf.export import export_saved
+from workers.engines.hf.weights import HfWeights
 from workers.engines.megatron.megatron_context import TokenShare
 from workers.engines.megatron.megatron_model import (
     MegatronParts,
@@ -502,8 +503,12 @@ class MegatronEngine:
         self.zero_grad()
 
     def export_hf(self, target: Path, saved: Path) -> None:
-        """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
-        export_saved(saved, target, self._model_dir, _hf_names(self._parts))
+        self.export_share(target, saved, WHOLE)
+
+    def export_share(self, target: Path, saved: Path, share: ExportShare) -> bool:
+        """Write a share of a saved state as a Hugging Face directory, in the element type of the initial model's
+        files."""
+        return export_saved(saved, target, self._model_dir, _hf_names(self._parts), share)
 
     def open_copy(self, *, initial: bool = False) -> "MegatronCopy":
         actor = self._actor.model_copy(update={"gradient_checkpointing": False})

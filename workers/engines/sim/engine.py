@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncflow.errors import BadRequest
 from weightsync.plan import Box, Need
 from workers.engines.base import EngineSetup, GenerateRequest, Generation, LocalShard, LossFunction, StepStats
-from workers.engines.hf.weights import SavedTensors
+from workers.engines.hf.export import SavedTensors
 from workers.engines.sim.decode_times import Decoding, SimLengths
 from workers.rows.packed_rows import Sequences
 from workers.settings.sim import SimConfig

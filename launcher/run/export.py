@@ -1,0 +1,136 @@
+"""`asyncflow export`: writes the Hugging Face directory of a checkpoint from its shards, on any machine that sees them.
+
+Needs neither devices nor other processes. In place, the directory becomes the checkpoint's `hf/`, as if its run had
+written it; elsewhere, any directory. In both cases it has its name only once it is complete.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncflow.checkpoint_files import DCP, HF, CheckpointMeta, add_export, describe, files_below, sync_tree
+from asyncflow.errors import ConfigError, one_line
+from asyncflow.json_lines import sync
+from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
+from launcher.config.paths import user_path
+from launcher.run.restore import Checkpoint, is_checkpoint, newest_checkpoint, resume_path, verified_checkpoint
+from launcher.run.rundir import running_launcher
+from workers.data.model_files import model_fingerprint
+from workers.settings.run import RunConfig
+
+_SAVES_WEIGHTS = ("fsdp", "megatron")
+"""Engines whose saved state has the model's weights by Hugging Face's names."""
+
+
+def export_run(run: Path, checkpoint: str | None, output: str | None, *, say: Callable[[str], None]) -> Path:
+    """Write the Hugging Face directory of a checkpoint and return its path. All that it reads is checked against
+    `meta.json` first.
+
+    Args:
+        run: a run's directory, or one of its checkpoints.
+        checkpoint: a step or a directory; None: the newest valid one.
+        output: a directory to be made; None: `hf/` in the checkpoint.
+        say: is called with a line for what is passed over.
+    Raises:
+        ConfigError: there is no such checkpoint, its engine saves no weights, its model directory is gone or another
+            one, `output` exists, or the run is running and writes its exports itself.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if output is not None and (target := user_path(output, "--output")).exists():
+        raise ConfigError(f"--output: {target} exists; name a directory that does not, or remove it")
+    found = _find_checkpoint(run, checkpoint, say)
+    if output is None and (pid := running_launcher(found.run_dir)) is not None:
+        raise ConfigError(
+            f"{found.run_dir} is running (launcher process {pid}) and writes its exports itself; give --output DIR"
+        )
+    if output is None and CheckpointMeta.read(found.path).has_export and (found.path / HF).is_dir():
+        raise ConfigError(f"{found.path / HF} is there already; to write another one, give --output DIR")
+    model_dir = _model_dir(found)
+    place = found.path if output is None else target.parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{HF}-export-", dir=place))
+        try:
+            write_export(found.path / DCP, work, model_dir)
+            work.chmod(0o777 & ~_umask())
+            if output is None:
+                add_export(found.path, work, describe(work, files_below(work)))
+                return found.path / HF
+            sync_tree(work)
+            work.rename(target)
+            sync(place)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{'--output' if output is not None else found.path}: cannot be written ({one_line(error)}); make room or "
+            f"name another directory with --output"
+        ) from error
+    return target
+
+
+def write_export(saved: Path, target: Path, model_dir: Path) -> None:
+    """Write a saved state of the model in `model_dir` as a Hugging Face directory."""
+    import torch
+
+    from workers.engines.hf.export import export_saved
+    from workers.engines.hf.model import empty_causal_lm, stored_names
+
+    names = stored_names(empty_causal_lm(model_dir, dtype=torch.float32, attention="eager"))
+    export_saved(saved, target, model_dir, names)
+
+
+def _find_checkpoint(run: Path, named: str | None, say: Callable[[str], None]) -> Checkpoint:
+    path = resume_path(str(run))
+    if not path.is_dir():
+        raise ConfigError(f"RUN: {str(run)!r} is not a directory; name a run or one of its checkpoints")
+    if is_checkpoint(path) and named is None:
+        return verified_checkpoint(path, say)
+    if is_checkpoint(path):
+        raise ConfigError(f"--checkpoint: {path} is a checkpoint already; name its run, or leave --checkpoint out")
+    if named is None:
+        checkpoint = newest_checkpoint(path, tell=say)
+        if checkpoint is None:
+            raise ConfigError(f"RUN: {path / CHECKPOINTS} has no checkpoint that can be read; name another run")
+        return checkpoint
+    wanted = checkpoint_path(path, int(named)) if named.isdecimal() else _named_directory(path, named)
+    if not is_checkpoint(wanted) or not wanted.is_dir():
+        steps = ", ".join(map(str, list_checkpoints(path))) or "none"
+        raise ConfigError(f"--checkpoint: {named!r} is no checkpoint of {path}; it has those of steps {steps}")
+    return verified_checkpoint(wanted, say)
+
+
+def _named_directory(run_dir: Path, named: str) -> Path:
+    inside = run_dir / CHECKPOINTS / named
+    return inside if inside.is_dir() else resume_path(named)
+
+
+def _model_dir(checkpoint: Checkpoint) -> Path:
+    """Return the model directory that says names and element types of the weights."""
+    config = RunConfig.load(checkpoint.path)
+    if config.actor.engine not in _SAVES_WEIGHTS:
+        raise ConfigError(
+            f"actor.engine: the states of {config.actor.engine} are its own, so only a run can export them; resume it, "
+            f"and it adds {HF}/ (checkpoint.export_hf)"
+        )
+    model_dir = Path(config.model.path)
+    if not model_dir.is_dir():
+        raise ConfigError(
+            f"model.path: {model_dir}, which {checkpoint.path} was trained from, is not there; an export takes the "
+            f"tokenizer and the element types of the weights from it, so restore it"
+        )
+    fingerprint = model_fingerprint(model_dir)
+    if fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model.path: {model_dir} (fingerprint {fingerprint[:12]}) is not the model that {checkpoint.path} was "
+            f"trained from ({checkpoint.fingerprint[:12]}); restore that one"
+        )
+    return model_dir
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
