@@ -56,7 +56,8 @@ def test_dead_critic_takes_the_actor_back_to_the_checkpoint_of_both(tmp_path: Pa
 def test_a_run_goes_on_with_other_ranks_and_with_the_critic_elsewhere(tmp_path: Path) -> None:
     """Its rewards are charged for the divergence, so critic and actor_fwd are roles together or neither is."""
     settings = (*SMALL, "--set", "algorithm.kl_placement=reward")
-    for steps, trainers in ((2, "actor:1,critic:2,actor_fwd:1"), (4, "actor:2"), (6, "actor:1,critic:1,actor_fwd:1")):
+    apart = "actor:1,critic:1,actor_fwd:1,advantages:1"
+    for steps, trainers in ((2, "actor:1,critic:2,actor_fwd:1"), (4, "actor:2"), (6, apart)):
         roles = f"rollout:1,{trainers},ref:1"
         resume = ("--resume", "latest") if steps > 2 else (RECIPE, *settings)
         arguments = ("--run-dir", "run", "--steps", str(steps), "--roles", roles)
