@@ -482,12 +482,9 @@ def test_nothing_survives_a_killed_launcher(launch: Launch) -> None:
     launcher = launch("never_leave", rollouts=3, actor_ranks=2)
     launcher.wait_for_workers(7)
     mapped = {Path(region.path) for region in psutil.Process(launcher.process.pid).memory_maps(grouped=True)}
-    semaphores = {path for path in mapped if path.is_relative_to("/dev/shm")}
-    assert semaphores
+    assert not {path for path in mapped if path.is_relative_to("/dev/shm")}, "files there would be left"
     launcher.process.kill()
     assert_all_gone(launcher)
-    assert not any(path.exists() for path in semaphores)
-    assert "resource_tracker" not in launcher.finish()[1]
 
 
 def test_nothing_survives_a_launcher_killed_during_the_imports(launch: Launch) -> None:
