@@ -320,17 +320,14 @@ class Slots:
             slot.version, slot.plan, slot.digest = version, plan, digest
         return slot
 
-    def is_worth_waiting(self, dispensable: Container[int], lagging: Container[int]) -> bool:
+    def is_worth_waiting(self, version: Version, dispensable: Container[int], lagging: Container[int]) -> bool:
         """Return whether only a slot that was never used is free, but another one is about to be; see `take_slot`."""
         used = [slot for slot in self._slots if not slot.fresh]
         if self._keeps_base or len(used) < 2 or len(used) == len(self._slots):
             return False
-        if any(slot.version is None or slot.dropped or slot.number in dispensable for slot in used):
-            return False
-        older = [slot for slot in used if slot.complete and slot is not self.newest]
-        # Once a version that lacks another rank's part is complete, the one before it is an older one.
-        coming = any(not slot.complete for slot in used)
-        return (bool(older) or coming) and all(slot.readers or slot.number in lagging for slot in older)
+        # All but the newest will be free, once their readers have gone, or once a version that lacks another rank's
+        # part is complete, so that the one before it is not the newest any more.
+        return not any(self._free_for(slot, version, dispensable) and slot.number not in lagging for slot in used)
 
     def abandon_parts(self, before: Version, rank: int, session: object) -> None:
         """A trainer rank moved on to another version: it will not finish its earlier ones."""
@@ -620,7 +617,7 @@ class AgentState:
             return []
         dispensable = self._list_dispensable(version)
         patient = slot is None and self._now < taker.patient_until
-        if patient and self._slots.is_worth_waiting(dispensable, self._list_lagging()):
+        if patient and self._slots.is_worth_waiting(version, dispensable, self._list_lagging()):
             return []
         slot, renewed = self._slot_for(version, taker.plan, dispensable=dispensable)
         if slot is None:

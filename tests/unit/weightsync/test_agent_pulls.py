@@ -157,6 +157,15 @@ def test_a_rank_that_is_ahead_waits_for_the_others_rather_than_take_more_memory(
     assert seal(state, 1, V1)[-1] == grant(0, V2, 0)
 
 
+def test_a_restarted_trainer_does_not_wait_for_parts_of_the_last_one() -> None:
+    state = agent(num_slots=3)
+    write(state, V0)
+    take(state, 0, V1)
+    state.closed("rank0")
+    restarted = Version(1, 0)
+    assert take(state, 0, restarted, session="new", patient_until=4.0) == [Renew(1), grant(0, restarted, 1)]
+
+
 def test_a_rank_takes_more_memory_once_readers_lag() -> None:
     state = agent(num_slots=3)
     write(state, V0)
