@@ -3,7 +3,7 @@
 Every key that the file gives ends in one of three ways: as ours; as a line that says why it has no counterpart; or,
 where a run without it would learn something else, as a refusal. The tables below are also a page, docs/importing.md.
 
-Sources: `GRPOConfig`, `GRPOScriptArguments` and `ModelConfig` of TRL 1.16; `ppo_trainer.yaml` of verl (0.5 to 0.8).
+Sources: the classes GRPOConfig, GRPOScriptArguments and ModelConfig of TRL 1.16; ppo_trainer.yaml of verl (0.5 to 0.8).
 """
 
 import json
@@ -184,7 +184,7 @@ TRL: Mapping[str, Rule] = {
     "attn_implementation": Left("engines choose their attention; docs/engines.md"),
     "trust_remote_code": Refused("models with code of their own are refused"),
 }  # fmt: skip
-"""TRL's keys. All others of `TrainingArguments` are left out with a line."""
+"""TRL's keys. All others of transformers.TrainingArguments are left out with a line."""
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 

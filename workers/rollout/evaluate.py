@@ -279,7 +279,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Return `pass_at_K` with its 95 % Wilson interval over prompts, for K = 2, 4, 8, ... as far as responses go.
+    """Return pass@k with its 95 % Wilson interval over prompts, for K = 2, 4, 8, ... as far as responses go.
 
     Args:
         counts: (scored responses, right ones) of each prompt; a prompt with fewer than K does not count for K.
