@@ -1,7 +1,6 @@
 """Bytes that a layer's kernels move beside matrix products and attention: transformers' own, fused, and compiled."""
 
 import copy
-import logging
 from importlib import import_module
 from typing import Any
 
@@ -60,14 +59,14 @@ def _moved(model: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[i
 def _compiled_bytes(model: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> float:
     """Return inductor's own count of what its kernels read and write; calls of libraries (products, attention) are
     left out."""
-    from torch._inductor import compile_fx, metrics
+    from torch._inductor import metrics
     from torch._inductor.scheduler import ExternKernelSchedulerNode
 
-    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # it counts where it would log
+    torch._logging.set_logs(inductor_metrics=True)  # it counts where it logs
     metrics.reset()
     compiled = torch.compile(model.model.layers[0], backend="inductor")
     _pass(compiled, hidden.clone().requires_grad_(), angles)
     total = 4 * sum(size for node, size in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode))
-    compile_fx.inductor_metrics_log.setLevel(logging.NOTSET)
+    torch._logging.set_logs()
     torch.compiler.reset()
     return float(total)
