@@ -66,3 +66,20 @@ def test_reference_in_the_actors_layout_and_a_critic_of_fsdp(tmp_path: Path) -> 
     assert first["kl"] == 0.0 < second["kl"], "equal weights give equal log-probabilities to the last bit"
     assert [line["critic_num_updates"] for line in (first, second)] == [1, 1]
     command.check_ledger(tmp_path / "run", groups_per_step=4, last=2)
+
+
+def test_every_stage_fetches_rows_that_go_over_the_engines_own_groups(tmp_path: Path) -> None:
+    """Actor and reference have two stages; CPU ranks stand in for devices."""
+    rows = (
+        "--set", "tq.replica_fetch=stage", "--set", "tq.replica_broadcast=device",
+        "--set", "actor.megatron.pipeline_parallel=2",
+        "--roles", "rollout:1,actor:4,ref:4", "--set", "ref.engine=megatron",
+        "--set", "ref.megatron.tensor_parallel=2", "--set", "ref.megatron.pipeline_parallel=2",
+    )  # fmt: skip
+    finished = command.run(*rows, *SMALL, "--run-dir", "run", "--steps", "2", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert finished.returncode == 0, finished.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=4, last=2)
+    metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["samples"] for line in metrics] == [16, 16]
+    assert all(abs(line["old_policy_kl"]) < 1e-3 for line in metrics)
+    assert (metrics[0]["kl"], metrics[1]["kl"] > 0) == (pytest.approx(0, abs=1e-6), True)
