@@ -43,7 +43,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
     context: Any = object.__new__(WorkerContext)
     context.name, context.rank, context.gang = "actor/0", 0, SimpleNamespace(name="actor", role="actor")
     context.stopping, context.exiting, context._woken_to_stop = threading.Event(), threading.Event(), []
-    context._status, context._progress_at, context._closed = SimpleNamespace(), 0.0, threading.Event()
+    context._status, context._progress_at, context._closed = _Status("training"), 0.0, threading.Event()
     context.timeline = SimpleNamespace(waiting_s=0.0, flush=said.set)
     context.sealed_store = lambda _: sealed
     store.set("phase", "exit")

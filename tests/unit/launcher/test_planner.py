@@ -27,7 +27,9 @@ from workers.settings.schedule import Fill
 def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_response(
     qwen: RunConfig, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 27}))  # no stages divide them
+    # No stages divide the layers, and no more than two ranks the heads.
+    narrow = {"num_hidden_layers": 27, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | narrow))
     rollout = qwen.rollout.model_copy(update={"max_response_tokens": 139000})
     ref = qwen.ref.model_copy(update={"micro_batch_size": 1})
     long = qwen.model_copy(update={"rollout": rollout, "ref": ref})
