@@ -38,6 +38,11 @@ of up to 768, by models of the shapes of Qwen2.5-0.5B and -1.5B with random weig
     torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
     torn_outputs            that were compared
 
+`vllm`, some ten minutes a version, nothing without `--interpreters`, each with another version of vLLM's CPU build:
+
+    vllm_versions_passed        interpreters that pass the conformance suite of the generating engines whole
+    vllm_ascend_workers_passed  of these, with which the worker that has vllm-ascend's order and refusals passes
+
 `environments`, some three minutes, nothing without `--interpreters` for rollout, actor and reference:
 
     environments_run        1: the quickstart with an interpreter for each of these made 20 steps, over SIGKILLs of a
@@ -118,7 +123,7 @@ PARTS = sorted(file.stem.removeprefix("part_") for file in HERE.glob("part_*.py"
 @click.option("--only", default=",".join(PARTS), show_default=True, help="Parts, with commas between them.")
 @click.option("--rounds", default=3, show_default=True, help="Of what is timed.")
 @click.option("--layers", default=24, show_default=True, help="Of the timed model.")
-@click.option("--interpreters", default="", help="Of rollout, actor and reference, with commas between them.")
+@click.option("--interpreters", default="", help="For parts `environments` and `vllm`, with commas between them.")
 def main(target: str | None, only: str, rounds: int, layers: int, interpreters: str) -> None:
     """Measure and print."""
     chosen = only.split(",")
@@ -128,7 +133,7 @@ def main(target: str | None, only: str, rounds: int, layers: int, interpreters: 
     figures: dict[str, float] = {}
     for name in chosen:
         print(f"part {name}", file=sys.stderr, flush=True)
-        own = {"interpreters": list(filter(None, interpreters.split(",")))} if name == "environments" else {}
+        own = {"interpreters": list(filter(None, interpreters.split(",")))} if name in ("environments", "vllm") else {}
         figures |= import_module(f"benchmarks.devices.part_{name}").run(**options, **own)
     report(target, figures, "\n".join(f"{name:24} {value:10.4g}" for name, value in figures.items()))
 
