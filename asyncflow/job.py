@@ -202,7 +202,8 @@ def link_speed(interface: str, interfaces: Path = _INTERFACES) -> float:
 
 def own_interface(cidr: str) -> tuple[str, str] | None:
     """Return (interface, address) of this host in a network; None: it has none there."""
-    return next(((name, str(own.ip)) for name, own in own_addresses() if str(own.network) == cidr), None)
+    found = [(name, str(own.ip)) for name, own in own_addresses() if str(own.network) == cidr]
+    return max(found, key=lambda each: link_speed(each[0]), default=None)  # a host may have several there
 
 
 def own_addresses() -> list[tuple[str, IPv4Interface | IPv6Interface]]:

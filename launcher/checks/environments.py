@@ -92,6 +92,7 @@ def check_gangs(config: RunConfig, gangs: Collection[GangSpec], node: int, *, de
     Raises:
         ConfigError: an interpreter cannot be used, lacks a library, or computes, tokenizes or says something else.
     """
+    _check_nodes(config, gangs, node)
     by_hand = config.launcher.external_gangs
     here = {gang.role: None for gang in gangs if node in gang.parts and gang.name not in by_hand}
     others = config.launcher.interpreters(node, own_name())
@@ -127,6 +128,21 @@ def check_gangs(config: RunConfig, gangs: Collection[GangSpec], node: int, *, de
                 raise ConfigError(f"{KEY}: {_text(python, roles[python])}: {problem}")
 
 
+def _check_nodes(config: RunConfig, gangs: Collection[GangSpec], node: int) -> None:
+    """Refuse nodes that have no process of the role: on the node that was meant, it would have the launcher's
+    interpreter. Names of other hosts are not known before all nodes have joined."""
+    for role, named in config.launcher.environments.items():
+        nodes = {part for gang in gangs if gang.role == role for part in gang.parts}
+        for name in named if isinstance(named, dict) and nodes else ():
+            is_other = nodes == {node} or (name.isdecimal() and int(name) not in nodes)
+            if is_other and name not in (str(node), own_name()):
+                places = ", ".join(map(str, sorted(nodes)))
+                raise ConfigError(
+                    f"{KEY}: {role}: node {name!r} has no {role}, which is on node {places}; node {node} is called "
+                    f"{own_name()!r}: correct it"
+                )
+
+
 def _differing(identity: Identity, found: Mapping[str, Any]) -> str:
     differing = differences(identity, found["identity"])
     return differing and (
@@ -140,8 +156,8 @@ def check_software(python: str, roles: Sequence[str]) -> None:
     name = f"{KEY}: {_text(python, roles)}"
     try:
         done = subprocess.run(
-            [python, "-P", "-c", _ASK], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S,
-            check=False,
+            [python, "-P", "-c", _ASK], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_ANSWER_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else f"no answer within {_ANSWER_S:g} s"
@@ -149,8 +165,11 @@ def check_software(python: str, roles: Sequence[str]) -> None:
     try:
         said, broken = json.loads(done.stdout.strip().rpartition("\n")[2])
     except (ValueError, TypeError) as error:
-        words = (done.stderr.strip() or f"it ended with code {done.returncode}").rpartition("\n")[2]
-        raise ConfigError(f"{name}: is no Python interpreter that can be used ({words}); name another") from error
+        lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        words = lines[-1 if lines[0].startswith("Traceback") else 0]  # an old Python explains its usage at length
+        raise ConfigError(
+            f"{name}: is no Python interpreter that can be used ({words}); name another, of Python 3.11 or newer"
+        ) from error
     if not said:
         raise ConfigError(f"{name}: has no AsyncFlow; install {software()['AsyncFlow version']} there, as here")
     if differing := differences(software(), {"wire format": "of another version", **said}):

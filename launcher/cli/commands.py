@@ -147,7 +147,10 @@ def import_config_command(source: Path, *, output: Path | None, steps: int | Non
             return
         if output.exists():
             raise ConfigError(f"--output: {output} exists; name another file, or remove it")
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output: {output} cannot be written: {error.strerror}; name another file") from error
         click.echo(f"wrote {output}")
         to_fill = [line for line in text.splitlines() if line.startswith("# TO FILL IN")]
         click.echo(to_fill[0].removeprefix("# ") if to_fill else f"now: asyncflow-launch {output} --dry-run")
@@ -200,8 +203,9 @@ def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -
         from launcher.run.several_runs import find_logs, log_lines
         from launcher.run.status import is_live
 
+        find = functools.partial(find_logs, run_dir, role)
         goes_on = (lambda: is_live(run_dir)) if follow else None
-        for line in log_lines(find_logs(run_dir, role), number=lines, follow=goes_on):
+        for line in log_lines(find(), number=lines, follow=goes_on, find=find):
             click.echo(line)
 
 

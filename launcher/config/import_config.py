@@ -8,6 +8,7 @@ Sources: the classes GRPOConfig, GRPOScriptArguments and ModelConfig of TRL 1.16
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ class Ours:
         self.origins[key] = origin
 
     def leave_out(self, key: str, value: Any, why: str) -> None:
-        self.left.append((f"{key}: {json.dumps(value)}", why))
+        self.left.append((f"{key}: {json.dumps(value, default=str)}", why))
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,16 @@ _VERL_DEFAULTS: Found = {
     "critic.cliprange_value": 0.5,
 }  # fmt: skip
 
+_COMPUTED = (
+    "steps_per_generation", "generation_batch_size", "max_steps", "warmup_steps", "warmup_ratio", "epsilon",
+    "epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "trainer.test_freq",
+    _ACTOR + "optim.lr_warmup_steps", _ACTOR + "optim.lr_warmup_steps_ratio",
+)  # fmt: skip
+"""Keys whose values are computed with."""
+_REFERENCE = re.compile(
+    r"\$\{(?:(?P<name>[\w.]+)|oc\.select:\s*(?P<selected>[\w.]+)\s*(?:,(?P<default>[^${}\[\]'\":&*!|>%@`]*))?)\}"
+)
+
 _LOGGERS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
 _VERL_ESTIMATORS = {
     "gae": ("ppo", {}), "grpo": ("grpo", {}), "rloo": ("rloo", {}), "reinforce_plus_plus": ("reinforce_plus_plus", {}),
@@ -367,7 +378,7 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
 def _dotted(section: Mapping[Any, Any], prefix: str = "") -> Found:
     found: Found = {}
     for key, value in section.items():
-        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in TRL:
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in (*TRL, *VERL):
             found |= _dotted(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = _number(value)
@@ -395,7 +406,10 @@ def _convert(
         rule = rules.get(key)
         if isinstance(rule, Same):
             if value is not None:
-                ours.set_value(rule.ours, rule.convert(value), key)
+                try:
+                    ours.set_value(rule.ours, rule.convert(value), key)
+                except (TypeError, ValueError) as error:
+                    raise _refuse(key, value, "give a number") from error
         elif isinstance(rule, Left):
             ours.leave_out(key, value, rule.why)
         elif isinstance(rule, Refused):
@@ -413,8 +427,28 @@ def _refuse(key: str, value: Any, advice: str) -> ConfigError:
     return ConfigError(f"{key}: {value!r} has no counterpart; {advice}")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_computed(found: Found) -> None:
+    """Check the values that are computed with here; the others are checked when the new file is loaded."""
+    for key in _COMPUTED:
+        value = found.get(key)
+        if value is not None and not _is_number(value):
+            raise ConfigError(f"{key}: {value!r} cannot be used; give a number")
+
+
+def _texts(key: str, value: Any) -> list[str]:
+    """Return a text or a list of them as a list."""
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise ConfigError(f"{key}: {value!r} cannot be used; give a text, or a list of texts")
+    return texts
+
+
 def _whole(key: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+    if not _is_number(value) or value != int(value) or value < least:
         raise ConfigError(f"{key}: {value!r} cannot be used; give a whole number from {least}")
     return int(value)
 
@@ -425,7 +459,8 @@ def _read_trl(found: Found, source: Path) -> Ours:
         rule = TRL[key]
         if isinstance(rule, Same) and rule.ours not in ours.values:
             ours.set_value(rule.ours, value, f"{key}, TRL's default")
-    get = (_TRL_DEFAULTS | found).get
+    _check_computed(found)
+    get = (_TRL_DEFAULTS | {key: value for key, value in found.items() if value is not None}).get
     num_processes = 1
     _trl_batches(ours, get, num_processes)
     _trl_loss(ours, get)
@@ -501,7 +536,8 @@ def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
         ours.values.pop("algorithm.dual_clip", None)
     else:
         ours.set_value("algorithm.dual_clip", get("delta"), "delta")
-    scale = {True: "group", False: "none"}.get(get("scale_rewards", "group"), get("scale_rewards", "group"))
+    scale = get("scale_rewards", "group")
+    scale = ("group" if scale else "none") if isinstance(scale, bool) else scale
     if scale not in ("group", "none"):
         raise _refuse("scale_rewards", scale, "group or none")
     ours.set_value("algorithm.scale_advantages_by_std", scale == "group", "scale_rewards")
@@ -520,6 +556,8 @@ def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
     if mode is None and most is None:
         return  # Ours by default; the new file's first lines say so.
     mode, most = mode or "sequence_mask", 3.0 if most is None else most
+    if most <= 0:
+        raise _refuse("vllm_importance_sampling_clip_max", most, "a bound above zero")
     if mode == "sequence_mask":
         ours.set_value("algorithm.off_policy.mask", "sequence", "vllm_importance_sampling_mode")
         ours.set_value("algorithm.off_policy.sequence_log_ratio", round(math.log(most), 4), "log clip_max, both ways")
@@ -556,8 +594,7 @@ def _set_warmup(ours: Ours, warmup: float, whole: str, share: str) -> None:
 
 
 def _trl_rewards(ours: Ours, get: Callable[..., Any]) -> None:
-    named = get("reward_funcs") or []
-    named = [named] if isinstance(named, str) else list(named)
+    named = _texts("reward_funcs", get("reward_funcs"))
     if len(named) > 1:
         raise _refuse("reward_funcs", named, "one function of your own that adds them up, as reward.function")
     if named == ["accuracy_reward"]:
@@ -576,12 +613,10 @@ def _trl_rewards(ours: Ours, get: Callable[..., Any]) -> None:
 
 
 def _read_verl(found: Found, source: Path) -> Ours:
-    # An interpolation names another key, which is read by itself; `???` is one that was never given.
-    found = {
-        key: value
-        for key, value in found.items()
-        if not key.endswith("_target_") and not str(value).startswith("${") and value != "???"
-    }
+    found = {key: value for key, value in found.items() if not key.endswith("_target_") and value != "???"}
+    values = {key: _resolved(key, found) for key in found}
+    found = {key: value for key, value in values.items() if value is not _ELSEWHERE}
+    _check_computed(found)
     given = dict(found)
     ours = _convert(found, VERL, _VERL_LEFT, lambda key, value: value is None or value in ({}, []))
     for key, value in _VERL_DEFAULTS.items():
@@ -610,6 +645,41 @@ def _read_verl(found: Found, source: Path) -> Ours:
     )
     _set_roles(ours, devices, f"{devices} devices, which share all roles in verl", "vllm.tensor_parallel_size")
     return ours
+
+
+_ELSEWHERE = object()
+
+
+def _resolved(key: str, found: Found) -> Any:
+    """Return the value of a key, as OmegaConf interpolates it; `_ELSEWHERE`: this file has no value, and none matters.
+
+    Raises:
+        ConfigError: the key is one of the table, and its value is not in the file.
+    """
+    value, at = found[key], key
+    for _ in range(len(found)):  # a chain of references, which may be a circle
+        if "${" not in str(value):
+            return value
+        refers = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if refers is None:
+            break
+        name, default = refers["name"] or refers["selected"], refers["default"]
+        if name.startswith("."):  # beside the key, or above it
+            rest = name.lstrip(".")
+            name = ".".join([*at.split(".")[: len(rest) - len(name)], rest])
+        if name in found:
+            value = found[name]
+        elif default is not None:
+            value = _number(yaml.safe_load(default))
+        elif name in _VERL_DEFAULTS:
+            value = _VERL_DEFAULTS[name]
+        else:
+            break
+        at = name
+    matters = [rule for name, rule in VERL.items() if name == key or name.startswith(f"{key}.")]
+    if any(not isinstance(rule, Left) for rule in matters):
+        raise ConfigError(f"{key}: {found[key]!r} takes its value from elsewhere than this file; write the value there")
+    return _ELSEWHERE
 
 
 def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
@@ -677,8 +747,7 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
 
 
 def _verl_data(ours: Ours, get: Callable[..., Any], source: Path) -> None:
-    files = get("data.train_files")
-    files = [files] if isinstance(files, str) else list(files or [])
+    files = _texts("data.train_files", get("data.train_files"))
     if len(files) == 1:
         ours.set_value("data.path", str(Path(files[0]).expanduser()), "data.train_files")
     elif files:
@@ -689,8 +758,7 @@ def _verl_data(ours: Ours, get: Callable[..., Any], source: Path) -> None:
     ours.set_value("data.ground_truth_field", "reward_model.ground_truth", "verl's rows")
     reject = not get("data.filter_overlong_prompts") and str(get("data.truncation") or "error") == "error"
     ours.set_value("data.overlong", "reject" if reject else "skip", "data.filter_overlong_prompts, data.truncation")
-    held_out = get("data.val_files")
-    held_out = [held_out] if isinstance(held_out, str) else list(held_out or [])
+    held_out = _texts("data.val_files", get("data.val_files"))
     interval = get("trainer.test_freq")
     if held_out and interval and interval > 0:
         ours.set_value("evaluate.path", str(Path(held_out[0]).expanduser()), "data.val_files")
@@ -702,6 +770,8 @@ def _verl_data(ours: Ours, get: Callable[..., Any], source: Path) -> None:
                 ours.set_value(f"evaluate.{key}", get(f"{_ROLLOUT}val_kwargs.{theirs}"), f"val_kwargs.{theirs}")
     path, function = get("custom_reward_function.path"), get("custom_reward_function.name") or "compute_score"
     if path:
+        if not isinstance(path, str):
+            raise ConfigError(f"custom_reward_function.path: {path!r} cannot be used; give the path of a Python file")
         place = Path(path).expanduser()
         ours.set_value(
             "reward.function", f"{place.stem}:{function}", "custom_reward_function; verl's signature is served"
@@ -756,7 +826,7 @@ def _verl_training(ours: Ours, get: Callable[..., Any]) -> None:
 
 
 def _set_loggers(ours: Ours, named: Any, key: str) -> None:
-    named = [named] if isinstance(named, str) else list(named or [])
+    named = _texts(key, named)
     known = [{"name": name} for name in named if name in _LOGGERS]
     for name in named:
         if name not in _LOGGERS and name not in ("console", "none", "all"):
@@ -766,7 +836,7 @@ def _set_loggers(ours: Ours, named: Any, key: str) -> None:
 
 
 def _set_roles(ours: Ours, devices: int, origin: str, width: str) -> None:
-    tensor = ours.values.get(width, 1)
+    tensor = _whole("tensor_parallel_size", ours.values.get(width, 1))
     roles = {"rollout": max(1, devices // 2 // tensor), "actor": max(1, devices // 2)}
     if ours.values.get("algorithm.name") == "ppo":
         roles["critic"] = roles["actor"] = max(1, devices // 4)

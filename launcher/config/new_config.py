@@ -38,11 +38,10 @@ def first_fields(data: str) -> tuple[str, ...]:
     path = Path(data)
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return ()
-    with path.open(encoding="utf-8") as file:
-        line = file.readline() if path.suffix == ".jsonl" else file.read()
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(file.readline() if path.suffix == ".jsonl" else file.read())
+    except (OSError, ValueError):  # the dry-run says what is wrong with the data
         return ()
     row = row[0] if isinstance(row, list) and row else row
     return tuple(row) if isinstance(row, Mapping) else ()
@@ -82,7 +81,7 @@ def config_text(answers: Answers) -> str:
     return _aligned(f"""\
 # Check it with `asyncflow-launch FILE --dry-run`, start it with `asyncflow-launch FILE`. Every key has its meaning and
 # default in docs/configuration.md and in `asyncflow config`; these are the ones that matter first.
-name: {re.sub("[^A-Za-z0-9._-]", "-", Path.cwd().name) or "run"}
+name: {_scalar(re.sub("[^A-Za-z0-9._-]", "-", Path.cwd().name).lstrip(".-") or "run")}
 steps: 200                          # updates of the policy; metrics.jsonl has a line for each
 roles: {{rollout: {generating}, actor: {training}}}       # processes; see `asyncflow plan FILE --devices N`
 
@@ -147,5 +146,10 @@ def write_config(answers: Answers, target: Path) -> list[Path]:
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent}: no such directory; make it first")
     for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            for each in files:
+                each.unlink(missing_ok=True)
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; name a file elsewhere") from error
     return list(files)

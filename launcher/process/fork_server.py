@@ -73,21 +73,24 @@ class WorkerProcess:
             served = self._server.is_running()  # asked first: a server that ended reported before
             self._read_reports(0.0)
             if self._code is None and not served:
-                self._code = UNKNOWN_CODE
-            if self._code is not None:
-                os.close(self._reader)
+                self._end(UNKNOWN_CODE)
         return self._code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal unless its end is known: its number may since belong to another process."""
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL; idempotent."""
         if self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
 
     def join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and (left_s := deadline - time.monotonic()) > 0:
-            select.select([self._reader], [], [], min(left_s, _START_LOOK_S))
+            self._has_report(min(left_s, _START_LOOK_S))
 
     def wait_for_start(self) -> None:
         """Wait until it runs, which takes as long as the server's imports; EOFError: the server is gone."""
@@ -96,14 +99,25 @@ class WorkerProcess:
             served = self._server.is_running()
             self._read_reports(_START_LOOK_S if served else 0.0)
             if not self.pid and (not served or self._code is not None):
-                os.close(self._reader)
+                self._end(UNKNOWN_CODE)
                 raise EOFError("the fork server is gone")
 
+    def _end(self, code: int) -> None:
+        if self._code is None:
+            self._code = code
+            os.close(self._reader)
+
+    def _has_report(self, timeout_s: float) -> bool:
+        # Not select(2), which refuses descriptors from 1024 on: a launcher of many ranks has so many connections.
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def _read_reports(self, timeout_s: float) -> None:
-        while select.select([self._reader], [], [], timeout_s)[0]:
+        while self._code is None and self._has_report(timeout_s):
             data = os.read(self._reader, 1 << 16)
             if not data:  # both ends of it are gone, so nothing more comes
-                self._code = UNKNOWN_CODE if self._code is None else self._code
+                self._end(UNKNOWN_CODE)
                 return
             *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
@@ -119,9 +133,9 @@ class WorkerProcess:
             case {"finished": _}:
                 self.finished = True
             case {"code": int(code)}:
-                self._code = code
+                self._end(code)
             case _:
-                os.close(self._reader)
+                self._end(UNKNOWN_CODE)
                 raise OSError(f"the fork server cannot start a worker: {report['error']}")
 
 

@@ -9,7 +9,6 @@ becomes events of the supervisor. Imports torch, so import it only after the con
 A gang starts once; a restart is another `Gang` with the next attempt.
 """
 
-import contextlib
 import functools
 import json
 import logging
@@ -180,8 +179,7 @@ class GangAgent(SimpleElasticAgent):
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every live rank. Any thread may call it."""
         for process in tuple(self._processes.values()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            process.send_signal(number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec

@@ -75,7 +75,7 @@ def serve_launcher() -> NoReturn:
         _import_all()
         import_s = time.monotonic() - began
         if obstacle := find_obstacle():
-            os.set_inheritable(descriptor, True)
+            _keep_only(descriptor)
             # Not served from here: what was imported takes memory, maybe a device's, for the whole run.
             os.execv(
                 sys.executable,
@@ -89,6 +89,13 @@ def serve_launcher() -> NoReturn:
             error_file(log_file, str(os.getpid())).write_text(json.dumps({"error": one_line(error)}))
         raise
     WorkerStarter(descriptor).serve()
+
+
+def _keep_only(descriptor: int) -> None:
+    """Let only this one and the standard streams survive an exec: a device that a library opened must not stay open."""
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            os.set_inheritable(number, number <= 2 or number == descriptor)
 
 
 def spawn_for_launcher() -> NoReturn:

@@ -4,22 +4,35 @@ Needs neither devices nor other processes. In place, the directory becomes the c
 written it; elsewhere, any directory. In both cases it has its name only once it is complete.
 """
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncflow.checkpoint_files import DCP, HF, CheckpointMeta, add_export, describe, files_below, sync_tree
+from asyncflow.checkpoint_files import (
+    DCP,
+    HF,
+    CheckpointMeta,
+    add_export,
+    damages,
+    describe,
+    files_below,
+    sync_tree,
+)
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.json_lines import sync
 from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from launcher.config.paths import user_path
 from launcher.run.restore import Checkpoint, is_checkpoint, newest_checkpoint, resume_path, verified_checkpoint
 from launcher.run.rundir import running_launcher
+from launcher.run.status import is_live
 from workers.data.model_files import model_fingerprint
 from workers.settings.run import RunConfig
 
+_WORK = f".{HF}-export-"
 _SAVES_WEIGHTS = ("fsdp", "megatron")
 """Engines whose saved state has the model's weights by Hugging Face's names."""
 
@@ -41,34 +54,63 @@ def export_run(run: Path, checkpoint: str | None, output: str | None, *, say: Ca
     if output is not None and (target := user_path(output, "--output")).exists():
         raise ConfigError(f"--output: {target} exists; name a directory that does not, or remove it")
     found = _find_checkpoint(run, checkpoint, say)
-    if output is None and (pid := running_launcher(found.run_dir)) is not None:
-        raise ConfigError(
-            f"{found.run_dir} is running (launcher process {pid}) and writes its exports itself; give --output DIR"
-        )
-    if output is None and CheckpointMeta.read(found.path).has_export and (found.path / HF).is_dir():
+    if output is None and (where := _runs_where(found.run_dir)):
+        raise ConfigError(f"{found.run_dir} is running ({where}) and writes its exports itself; give --output DIR")
+    if output is None and _has_whole_export(found.path):
         raise ConfigError(f"{found.path / HF} is there already; to write another one, give --output DIR")
     model_dir = _model_dir(found)
     place = found.path if output is None else target.parent
     try:
         place.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{HF}-export-", dir=place))
-        try:
-            write_export(found.path / DCP, work, model_dir)
-            work.chmod(0o777 & ~_umask())
-            if output is None:
-                add_export(found.path, work, describe(work, files_below(work)))
-                return found.path / HF
-            sync_tree(work)
-            work.rename(target)
-            sync(place)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        with _held(place) if output is None else contextlib.nullcontext():
+            work = Path(tempfile.mkdtemp(prefix=_WORK, dir=place))
+            try:
+                write_export(found.path / DCP, work, model_dir)
+                work.chmod(0o777 & ~_umask())
+                if output is None:
+                    add_export(found.path, work, describe(work, files_below(work)))
+                    return found.path / HF
+                sync_tree(work)
+                work.rename(target)
+                sync(place)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{'--output' if output is not None else found.path}: cannot be written ({one_line(error)}); make room or "
             f"name another directory with --output"
         ) from error
     return target
+
+
+@contextlib.contextmanager
+def _held(checkpoint: Path) -> Iterator[None]:
+    """Keep other exports out of a checkpoint, and remove what those left that were killed."""
+    descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"{checkpoint}: another `asyncflow export` writes it now; wait for that") from error
+            for left in checkpoint.glob(f"{_WORK}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _runs_where(run_dir: Path) -> str:
+    """Return where a run is running; "": nowhere."""
+    if (pid := running_launcher(run_dir)) is not None:
+        return f"launcher process {pid}"
+    return "on another host" if is_live(run_dir) else ""
+
+
+def _has_whole_export(checkpoint: Path) -> bool:
+    files = CheckpointMeta.read(checkpoint).files
+    listed = {name: entry for name, entry in files.items() if name.startswith(f"{HF}/")}
+    return bool(listed) and not damages(checkpoint, listed)
 
 
 def write_export(saved: Path, target: Path, model_dir: Path) -> None:

@@ -51,7 +51,7 @@ class RunLine:
     def read(run_dir: Path) -> "RunLine":
         """Read a run's files. A file that is missing or damaged is shown as nothing, so that one run hides no other."""
         metrics = _lines_of(run_dir / METRICS_FILE)
-        rewards = [line["reward_mean"] for line in metrics[-LAST_STEPS:] if line.get("reward_mean") is not None]
+        rewards = [line["reward_mean"] for line in metrics[-LAST_STEPS:] if _is_number(line.get("reward_mean"))]
         try:
             steps = int(read_yaml(run_dir / CONFIG_FILE).values.get("steps", 0))
         except (ConfigError, TypeError, ValueError):
@@ -60,7 +60,7 @@ class RunLine:
         return RunLine(
             run_dir,
             _state_of(run_dir),
-            max((int(line.get("step", 0)) for line in metrics), default=0),
+            max((int(line["step"]) for line in metrics if _is_number(line.get("step"))), default=0),
             steps,
             statistics.fmean(rewards) if rewards else None,
             max(changed, default=0.0),
@@ -69,6 +69,10 @@ class RunLine:
     def as_dict(self) -> dict[str, Any]:
         return {"run_dir": str(self.path), "state": self.state, "step": self.step, "steps": self.steps,
                 "reward": self.reward, "changed_at": self.changed_at}  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
@@ -229,25 +233,39 @@ def _by_rank(path: Path, root: Path) -> tuple[Any, ...]:
     )
 
 
-def log_lines(logs: Sequence[LogFile], *, number: int, follow: Callable[[], bool] | None = None) -> Iterator[str]:
+def log_lines(
+    logs: Sequence[LogFile],
+    *,
+    number: int,
+    follow: Callable[[], bool] | None = None,
+    find: Callable[[], Sequence[LogFile]] = lambda: (),
+) -> Iterator[str]:
     """Yield the last lines of each log, with its name in front if there are several.
 
     Args:
         number: how many of each.
         follow: goes on with new lines as long as this says True; None: does not.
+        find: finds the logs again, since those of a run that is just starting come one by one.
     """
-    width = max(len(log.label) for log in logs) if len(logs) > 1 else 0
+    width = _width_of(logs)
     for log in logs:
         lines = log.read_lines()
         yield from (_labelled(log, line, width) for line in lines[max(0, len(lines) - number) :])
     while follow is not None:
         goes_on = follow()
+        known = {log.path for log in logs}
+        logs = [*logs, *(log for log in find() if log.path not in known)]
+        width = _width_of(logs)
         new = [_labelled(log, line, width) for log in logs for line in log.read_lines()]
         yield from new
         if not goes_on:
             return
         if not new:
             time.sleep(_POLL_S)
+
+
+def _width_of(logs: Sequence[LogFile]) -> int:
+    return max(len(log.label) for log in logs) if len(logs) > 1 else 0
 
 
 def _labelled(log: LogFile, line: str, width: int) -> str:

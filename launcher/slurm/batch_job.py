@@ -139,6 +139,8 @@ class BatchRequest(SlurmOptions):
         asked += [argument.partition("=")[2] for argument in self.sbatch_args if argument.startswith("--gres=")]
         asked += [f"gpu:{argument.partition('=')[2]}" for argument in self.sbatch_args if argument.startswith(_GPUS)]
         named, count = next(filter(None, (_devices_asked_for(text) for text in reversed(asked))), ("", 0))
+        if not named and any(argument.startswith(_GPUS_OF_JOB) for argument in self.sbatch_args):
+            named = "gpu"  # Slurm decides how many of them each node has
         return Cluster(self.nodes, auto=_NAMED.get(named, "cpu"), devices_per_node=count)
 
     def _check_container(self) -> list["_Mount"]:
@@ -257,7 +259,8 @@ def _read(text: str) -> str:
         raise ConfigError(f"--setup: {path} cannot be read ({error}); name a file of bash lines") from error
 
 
-_GPUS = "--gpus-per-node="
+_GPUS = ("--gpus-per-node=", "--gpus-per-task=")  # there is one task on each node
+_GPUS_OF_JOB = ("--gpus=", "-G")
 _NAMED = {"gpu": "cuda", "npu": "npu"}
 """What sites call their devices -> what PyTorch calls them."""
 _GRES = re.compile(r"(?P<name>gpu|npu)(?::[^:,=\d][^:,=]*)?(?:[:=](?P<count>\d+))?", re.ASCII)

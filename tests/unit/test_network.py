@@ -156,6 +156,14 @@ def test_processes_use_the_interface_in_the_chosen_network(interfaces: Path, mon
     assert env == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0", "HCCL_SOCKET_IFNAME": "=ib0"}
 
 
+def test_fastest_of_several_interfaces_in_one_network_is_used(
+    interfaces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_addresses(monkeypatch, docker0="127.2.0.3", eth0="127.2.0.2", ib0="127.2.0.1")
+    assert network.own_interface("127.2.0.0/16") == ("ib0", "127.2.0.1")
+    assert network.own_interface("127.9.0.0/16") is None
+
+
 def test_own_addresses_leave_out_loopback() -> None:
     assert not [own for _, own in network.own_addresses() if own.is_loopback or own.is_link_local]
 

@@ -1,5 +1,7 @@
 """`asyncflow export`: a stopped run gets its Hugging Face directory, without devices or other processes."""
 
+import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +111,36 @@ def test_export_that_was_interrupted_is_made_anew(run_dir: Path, trained: dict[s
     (path / "hf" / "model.safetensors").write_bytes(b"half of it")
     assert run(run_dir).exit_code == 0
     check_weights(path / "hf", trained, 8)
+
+
+def test_damaged_export_is_written_anew(run_dir: Path, trained: dict[str, Tensor]) -> None:
+    assert run(run_dir).exit_code == 0
+    weights = run_dir / "checkpoints" / "step_000008" / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = run(run_dir)
+    assert result.exit_code == 0 and "is used without its export" in result.stderr
+    check_weights(weights.parent, trained, 8)
+
+
+def test_what_a_killed_export_left_is_removed_but_not_under_a_live_one(
+    run_dir: Path, trained: dict[str, Tensor]
+) -> None:
+    path = run_dir / "checkpoints" / "step_000008"
+    left = path / ".hf-export-killed"
+    left.mkdir()
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "another `asyncflow export` writes it now" in refused(run_dir)
+    assert left.is_dir()
+    os.close(descriptor)
+    assert run(run_dir).exit_code == 0
+    assert not left.exists()
+    check_weights(path / "hf", trained, 8)
+
+
+def test_run_of_another_host_writes_its_own_exports(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.run.export.is_live", lambda _: True)
+    assert "is running (on another host) and writes its exports itself; give --output DIR" in refused(run_dir)
 
 
 def test_live_run_writes_its_own_exports(

@@ -1,5 +1,6 @@
 """`launcher.environments`: what an interpreter of its own for a role must be, and what it is asked before a start."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def script(place: Path, text: str) -> str:
     ("says", "message"),
     [
         ("exit 3", "is no Python interpreter that can be used (it ended with code 3); name another"),
-        ("echo unknown option -P >&2; exit 2", "can be used (unknown option -P); name another"),
+        ("printf 'unknown option -P\\nTry -h.\\n' >&2; exit 2", "(unknown option -P); name another, of Python 3.11 or"),
+        ("printf 'Traceback:\\n  x\\nNo module y\\n' >&2; exit 1", "can be used (No module y); name another"),
+        ("printf '\\377'; exit 3", "is no Python interpreter that can be used (it ended with code 3); name another"),
         ("echo '[{}, \"\"]'", f"has no AsyncFlow; install {software()['AsyncFlow version']} there, as here"),
         (
             'echo noise; echo \'[{"AsyncFlow version": "0.0.9"}, ""]\'',
@@ -87,6 +90,19 @@ def test_interpreters_are_asked_only_by_the_node_that_has_the_role(tmp_path: Pat
     gangs = place_gangs(config, Devices("cpu"), num_nodes=2)
     (elsewhere,) = {0, 1} - {node for gang in gangs if gang.role == "rollout" for node in gang.parts}
     check_gangs(config, gangs, elsewhere, device="cpu", rows=RowsToCheck(None, None, ()))
+
+
+def test_node_that_has_no_process_of_the_role_is_refused_rather_than_ignored() -> None:
+    for name in ("1", "nobody"):
+        config = quickstart(f"launcher.environments={{rollout: {{{name}: {sys.executable}}}}}")
+        with pytest.raises(ConfigError, match=rf"rollout: node '{name}' has no rollout, which is on node 0; node 0 is"):
+            check_gangs(config, place_gangs(config, Devices("cpu")), 0, device="cpu", rows=RowsToCheck(None, None, ()))
+    config = quickstart(f"launcher.environments={{rollout: {{0: {sys.executable}}}}}", roles="rollout:1,actor:1")
+    gangs = place_gangs(config, Devices("cpu"), num_nodes=2)
+    (own,) = {node for gang in gangs if gang.role == "rollout" for node in gang.parts}
+    if own != 0:
+        with pytest.raises(ConfigError, match="node '0' has no rollout"):
+            check_gangs(config, gangs, 1, device="cpu", rows=RowsToCheck(None, None, ()))
 
 
 def test_library_is_looked_for_where_its_role_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,60 @@ def test_what_would_learn_something_else_is_refused_by_key(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        (TRL_FILE, "warmup_steps", "5%"),
+        (TRL_FILE, "max_steps", "many"),
+        (TRL_FILE, "save_steps", "epoch"),
+        (TRL_FILE, "steps_per_generation", "8"),
+        (TRL_FILE, "num_generations", math.inf),
+        (TRL_FILE, "report_to", 5),
+        (TRL_FILE, "scale_rewards", ["group"]),
+        (TRL_FILE, "vllm_tensor_parallel_size", 0),
+        (TRL_FILE, "vllm_importance_sampling_clip_max", 0),
+        (VERL_FILE, "data.train_files", 7),
+        (VERL_FILE, "data.val_files", [1]),
+        (VERL_FILE, "trainer.test_freq", "often"),
+        (VERL_FILE, "actor_rollout_ref.rollout.top_k", "all"),
+        (VERL_FILE, "custom_reward_function.path", 5),
+        (VERL_FILE, "actor_rollout_ref.actor.optim.lr", "${oc.env:LR}"),
+        (VERL_FILE, "actor_rollout_ref.actor.optim", "${my.optim}"),
+    ],
+)
+def test_value_that_cannot_be_used_is_one_line_with_its_key(
+    given: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(with_value(given, key, value)))
+    said = CliRunner().invoke(main, ["import-config", str(tmp_path / "theirs.yaml")])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1), said.output
+    assert key.removeprefix("vllm_").rpartition(".")[2] in said.output
+
+
+def test_references_of_verl_s_files_have_the_values_that_they_name(tmp_path: Path) -> None:
+    given = with_value(VERL_FILE, "actor_rollout_ref.actor.ppo_mini_batch_size", "${data.train_batch_size}")
+    given = with_value(given, "actor_rollout_ref.rollout.n", "${oc.select:actor_rollout_ref.actor.rollout_n, 3}")
+    given = with_value(given, "actor_rollout_ref.rollout.max_model_len", "${.limit}")
+    given = with_value(given, "actor_rollout_ref.rollout.limit", 1024)
+    given = with_value(given, "trainer.default_local_dir", "${oc.env:HOME}")
+    values = imported(given, tmp_path)
+    assert values["actor"]["num_mini_batches"] == 1
+    assert values["schedule"]["n_samples_per_prompt"] == 3
+    assert values["vllm"]["max_model_len"] == 1024
+
+
+def test_options_of_the_chat_template_stay_together(tmp_path: Path) -> None:
+    options = {"enable_thinking": False, "depth": {"of": 2}}
+    values = imported(with_value(VERL_FILE, "data.apply_chat_template_kwargs", options), tmp_path)
+    assert values["data"]["chat_template_options"] == options
+    assert imported({**TRL_FILE, "chat_template_kwargs": options}, tmp_path)["data"]["chat_template_options"] == options
+
+
+def test_value_of_a_type_that_json_lacks_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(TRL_FILE) + "logging_first: 2026-01-02\n")
+    assert '#   logging_first: "2026-01-02": ' in import_config(tmp_path / "trl.yaml")
+
+
 def test_harmless_values_of_refused_keys_pass(tmp_path: Path) -> None:
     rules = [(key, rule) for key, rule in TRL.items() if isinstance(rule, Refused)]
     imported(TRL_FILE | {key: rule.harmless[-1] for key, rule in rules}, tmp_path)
@@ -174,6 +228,9 @@ def test_file_of_neither_system_and_a_file_that_exists_are_one_line(tmp_path: Pa
     said = CliRunner().invoke(main, ["import-config", str(tmp_path / "trl.yaml"), "-o", str(tmp_path / "taken.yaml")])
     assert said.exit_code == 2
     assert "exists" in said.output
+    nowhere = str(tmp_path / "none" / "x.yaml")
+    said = CliRunner().invoke(main, ["import-config", str(tmp_path / "trl.yaml"), "-o", nowhere])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
 
 
 def test_page_has_the_tables() -> None:

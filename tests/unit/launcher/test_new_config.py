@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from launcher.cli.commands import main
 from launcher.config.load_config import load_config
-from launcher.config.new_config import first_fields, guess_fields
+from launcher.config.new_config import Answers, config_text, first_fields, guess_fields
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "configs" / "quickstart" / "model"
@@ -43,6 +44,28 @@ def test_nothing_is_overwritten_and_nothing_half_written(place: Path) -> None:
     assert "reward.py exists" in said.output
     assert (place / "reward.py").read_text() == "mine"
     assert not (place / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(("name", "run"), [("2026", "2026"), ("true", "true"), (".hidden", "hidden"), ("...", "run")])
+def test_run_is_named_after_any_directory(name: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    answers = Answers(str(MODEL), "x.jsonl", "exact", 2, "prompt", "answer")
+    assert yaml.safe_load(config_text(answers))["name"] == run
+
+
+def test_file_that_cannot_be_written_is_one_line_and_leaves_nothing(place: Path) -> None:
+    (place / "reward.py").symlink_to(place / "none" / "reward.py")
+    options = ["init", "--model", str(MODEL), "--data", "sums #1.jsonl", "--reward", "own"]
+    said = CliRunner().invoke(main, options)
+    assert (said.exit_code, said.output.count("\n")) == (2, 1), said.output
+    assert "reward.py cannot be written: No such file or directory" in said.output
+    assert not (place / "config.yaml").exists()
+
+
+def test_data_that_is_no_text_is_left_to_the_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\n")
+    assert first_fields(str(tmp_path / "rows.jsonl")) == ()
 
 
 def test_without_a_terminal_what_is_missing_is_named(place: Path) -> None:

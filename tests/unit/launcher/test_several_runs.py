@@ -42,11 +42,14 @@ def test_list_says_how_each_run_ended_and_one_damaged_run_hides_no_other(tmp_pat
     (broken / "config.yaml").write_text("steps: [1")
     (broken / "metrics.jsonl").write_text("no json\n")
     (tmp_path / "no-run").mkdir()
+    odd = made_run(tmp_path / "f", steps=0)
+    (odd / "metrics.jsonl").write_text('{"step": null, "reward_mean": "?"}\n{"step": 2, "reward_mean": 1}\n')
     runs = {run.path.name: run for run in list_runs(tmp_path)}
     assert {name: run.state for name, run in runs.items()} == {
-        "a": "done", "b": "stopped", "c": "failed", "d": "killed", "e": "done",
+        "a": "done", "b": "stopped", "c": "failed", "d": "killed", "e": "done", "f": "done",
     }  # fmt: skip
     assert (runs["a"].step, runs["a"].steps, runs["a"].reward) == (3, 4, 2.5)
+    assert (runs["f"].step, runs["f"].reward) == (2, 1)
     assert (runs["e"].step, runs["e"].steps, runs["e"].reward) == (0, 0, None)
     assert all(len(line) <= 80 for line in list_text(list(runs.values())).splitlines())
 
@@ -100,6 +103,19 @@ def test_following_prints_every_line_once_and_ends_with_the_run(tmp_path: Path) 
 
     assert list(log_lines([log], number=0, follow=lives)) == ["half a line"]
     assert asked.is_set()
+
+
+def test_following_a_run_that_is_just_starting_finds_the_logs_that_come(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    goes_on = iter([True, False])
+
+    def lives() -> bool:
+        (run / "logs" / "actor").mkdir(exist_ok=True)
+        (run / "logs" / "actor" / "0.log").write_text("hello\n")
+        return next(goes_on)
+
+    lines = log_lines(find_logs(run, None), number=0, follow=lives, find=lambda: find_logs(run, None))
+    assert [line.split() for line in lines] == [["actor/0", "hello"]]
 
 
 def test_log_that_was_replaced_is_read_anew(tmp_path: Path) -> None:

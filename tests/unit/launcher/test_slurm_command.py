@@ -116,6 +116,10 @@ ROLES = ("--roles", "rollout:12,actor:4", "--time", "60")
             "roles: rollout:12,actor:4 needs 16 cuda devices, but ",
         ),
         (
+            [*AUTO, "--sbatch-arg=--gpus-per-task=8"],
+            "roles: rollout:12,actor:4 needs 16 cuda devices, but there are 8; ",
+        ),
+        (
             ["--device", "npu", "--gres", "npu:8", "--set", "launcher.devices_per_node=16"],
             "launcher.devices_per_node: 16, but the job asks for 8 npu devices of a node; set it to 8 or less",
         ),
@@ -129,6 +133,13 @@ def test_run_is_judged_for_the_devices_of_the_nodes(
 
 def test_run_on_the_cpus_of_a_login_node_with_or_without_devices_is_judged_alike(write_config: WriteConfig) -> None:
     assert run(write_config(), *ROLES, "--device", "cpu", "--gres", "gpu:1").exit_code == 0
+
+
+@pytest.mark.parametrize("argument", ["--gpus=16", "-G16"])
+def test_devices_that_slurm_divides_among_the_nodes_are_counted_there(write_config: WriteConfig, argument: str) -> None:
+    result = run(write_config(), *ROLES, *AUTO, f"--sbatch-arg={argument}")
+    assert result.exit_code == 0, result.output
+    assert "how many cuda devices a node has is not known here" in result.stderr
 
 
 IMAGE = "registry.site.org#team/asyncflow:1"
