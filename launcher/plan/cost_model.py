@@ -7,8 +7,11 @@
     context parallel   q, k, v and the output all-to-all a layer and pass: (CP - 1) / CP x 2 (H + K) d c / TP bytes for
                        each token of a rank, which has 1 / CP of all; K is what CP divides (Ulysses, arXiv 2309.14509,
                        section 3.2)
-    pipeline           the bubble is (stages - 1) / (pieces + stages - 1) of the time; a piece is at least one sample
-    FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
+    pipeline           stages idle (S - 1) / (V m + S - 1) of the time, S stages of V chunks: m are all pieces of an
+                       update in training (1F1B), those of a micro-batch without gradients, or if a loss of your own may
+                       look at all its samples; a piece is at least one sample
+    FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once,
+                       among the ranks that share a copy, and with replicas (HSDP) also summing them over those
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
     new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
                        then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
@@ -34,6 +37,7 @@ from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes, vllm_memory
+from workers.settings.algorithms import OutsideConfig
 from workers.settings.dataflow import roles_on_device
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import MegatronConfig
@@ -305,7 +309,8 @@ class CostModel:
 
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains."""
-        shared, models = self._train_sharing(role, training), self._num_models(role)
+        scoring, models = self._train_sharing(role, training), self._num_models(role)
+        shared = self._train_sharing(role, training, micro_batches=self._micro_batches_in_a_row(role, training))
         # A backward pass costs two forwards; gradient checkpointing repeats the forward.
         forwards = 2 if training.gradient_checkpointing else 1
         passes = (forwards + 2) * models
@@ -320,10 +325,14 @@ class CostModel:
         # with computing, so it is a lower limit and not an addition.
         floor_s = 2 * shared.gathered_s
         if self._engine(role) == "fsdp" and ranks > 1:
-            floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, ranks)
+            size = training.fsdp_size or ranks
+            floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, size)
+            own, replicas = 4 * self.model.num_parameters / size, ranks // size
+            for part_of_all_reduce in ("reduce_scatter", "all_gather") if replicas > 1 else ():
+                floor_s += self._exchange_s(part_of_all_reduce, own, replicas, spread=ranks)
         moved_s = (forwards + 1) * models * shared.moved_s / (1 - shared.bubble)
         work = replace(work, token_s=work.token_s + moved_s, floor_s=models * floor_s)
-        return work + self._forward_work(shared).scaled_by(self._copies_scored) if role == "actor" else work
+        return work + self._forward_work(scoring).scaled_by(self._copies_scored) if role == "actor" else work
 
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
         """Return the time that tensor and context parallelism take per token and pass, for one-byte numbers (s)."""
@@ -362,11 +371,21 @@ class CostModel:
         updates, copies = self.config.actor.num_updates, self.config.num_policy_copies
         return copies - (1 / updates if copies and updates > 1 else 0.0)
 
-    def _train_sharing(self, role: str, training: ActorConfig) -> _Shared:
+    def _micro_batches_in_a_row(self, role: str, training: ActorConfig) -> float:
+        """Return how many micro-batches of an update go through a replica's pipeline before it drains."""
+        if self._engine(role) != "megatron" or isinstance(self.config.algorithm, OutsideConfig):
+            return 1.0  # a loss of the user's may need all samples of a micro-batch (`Algorithm.per_sample`)
+        rows = self.config.schedule.step_rows / training.num_mini_batches
+        return max(1.0, rows / training.num_replicas(self.config.roles[role]) / self._samples_together())
+
+    def _train_sharing(self, role: str, training: ActorConfig, *, micro_batches: float = 1.0) -> _Shared:
+        """Return how ranks share a model that is trained; `micro_batches`: those in a pipeline before it drains."""
         number, ranks = DTYPE_BYTES[training.autocast], self.config.roles[role]
         if self._engine(role) == "megatron":
-            return self._megatron_sharing(number, training.megatron, ranks, self._samples_together())
-        return _Shared(number, gathered_s=self._exchange_s("all_gather", number * self.model.num_parameters, ranks))
+            samples = self._samples_together()
+            return self._megatron_sharing(number, training.megatron, ranks, samples, micro_batches=micro_batches)
+        size = training.fsdp_size or ranks
+        return _Shared(number, gathered_s=self._exchange_s("all_gather", number * self.model.num_parameters, size))
 
     def _score_sharing(self, role: str) -> _Shared:
         """Return how ranks share a model that only scores."""
@@ -395,12 +414,15 @@ class CostModel:
         estimated = replace(self, model=sizes, profile=None)
         return {"rewards": estimated._forward_work(_Shared(number, reward.shards, gathered_s=gathered_s))}
 
-    def _megatron_sharing(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
+    def _megatron_sharing(
+        self, number: int, megatron: MegatronConfig, ranks: int, samples: float, *, micro_batches: float = 1.0
+    ) -> _Shared:
         layout = megatron.layout(ranks)
         tensor, context, stages = layout.tensor, layout.context, layout.stages
-        pieces = min(megatron.pipeline_pieces, samples)
+        pieces = micro_batches * min(megatron.pipeline_pieces, samples)
         moved_s = number * self._exchanged_s(tensor, context, stages)
-        bubble = (stages - 1) / (pieces + stages - 1)
+        # As `workers.engines.megatron.schedule` orders them; arXiv 2104.04473, sections 2.2.1 and 2.2.2.
+        bubble = (stages - 1) / (layout.chunks * pieces + stages - 1)
         return _Shared(number, tensor * context * stages, moved_s=moved_s, bubble=bubble)
 
     def _forward_work(self, shared: _Shared) -> Work:

@@ -1,5 +1,6 @@
 """Ranks that share rows: over what their rows travel."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from asyncflow.errors import TransportError
 from tq.client.dataloader import Replica
+from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from workers.rank import peers as replicas
 from workers.rank.peers import ReplicaPlace, open_replica
 from workers.settings.engines import ActorConfig
+from workers.trainer.actor import EqualRounds
 
 CUDA = torch.device("cuda:1")
 
@@ -78,3 +82,35 @@ def test_stages_distribute_rows_by_themselves(connected: list[Any]) -> None:
         6: ((6, 7), True, False, (0, 2)),
         7: ((6, 7), False, False, (1, 2)),
     }
+
+
+def test_a_rank_whose_rows_were_put_again_between_two_reads_does_not_train_on_them() -> None:
+    """Both ranks hold the lease of rows 4 and 7; the unit died after the first one had read them."""
+    responses = [torch.tensor([5, 6]), torch.tensor([7])], [torch.tensor([5, 6]), torch.tensor([8])]
+    read, put_again = (PackedBatch((4, 7), {"responses": Column.of_rows(rows)}) for rows in responses)
+    said: list[str] = []
+
+    def have_equal(value: str) -> bool:
+        said.append(value)
+        return len(set(said[-2:])) == 1
+
+    def rounds(*batches: PackedBatch) -> Iterator[PackedBatch]:
+        source: Any = list(batches)
+        return iter(EqualRounds(source, have_equal))
+
+    empty = PackedBatch((), {})
+    assert list(rounds(read)) == [read]
+    assert next(rounds(read)) is read
+    with pytest.raises(TransportError, match="have read different rows of the same round"):
+        next(rounds(put_again))
+    said.clear()
+    assert list(rounds(empty, empty)) == [empty, empty], "a round may be empty for a replica"
+
+
+@pytest.mark.parametrize(
+    ("stages", "fetch", "several"),
+    [(2, "broadcast", False), (2, "stage", True), (1, "stage", False), (1, "each", True), (2, "each", True)],
+)
+def test_rounds_are_compared_where_several_ranks_read_them(stages: int, fetch: str, several: bool) -> None:
+    assert ReplicaPlace(0, 1, ((0, 1, 2, 3),), 1, stages).reads_several_times(ReplicaFetch(fetch)) is several
+    assert not ReplicaPlace(0, 2, ((0,), (1,)), 0).reads_several_times(ReplicaFetch(fetch))

@@ -1,4 +1,5 @@
-"""Ascend's fused kernels in the layers of transformers' models: RMSNorm, SwiGLU, rotary embedding.
+"""Ascend's fused kernels in the layers of transformers' models: RMSNorm, SwiGLU, rotary embedding; and in the norms of
+Megatron's (`rms_norm`), whose other layers MindSpeed patches.
 
 transformers computes each by several kernels, which read and write their tensors again and again (a third of a layer's
 time beside attention). `shard` calls `fuse_layers` for models on NPUs; every other model stays as it is.
@@ -53,11 +54,16 @@ def has_fused_adamw(device: torch.device) -> bool:
     )
 
 
-def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm over the last dimension, in the element type of `hidden`; only on NPUs."""
     import torch_npu
 
-    found: Tensor = torch_npu.npu_rms_norm(hidden, norm.weight.to(hidden.dtype), epsilon=norm.variance_epsilon)[0]
+    found: Tensor = torch_npu.npu_rms_norm(hidden, weight.to(hidden.dtype), epsilon=eps)[0]
     return found
+
+
+def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    return rms_norm(hidden, norm.weight, norm.variance_epsilon)
 
 
 def _gated_mlp(mlp: Any, hidden: Tensor) -> Tensor:

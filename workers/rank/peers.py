@@ -180,6 +180,11 @@ class ReplicaPlace:
     def ranks(self) -> tuple[int, ...]:
         return self.members[self.index]
 
+    def reads_several_times(self, fetch: ReplicaFetch) -> bool:
+        """Whether several ranks of a replica read its rows from the queue."""
+        several = self.num_stages if fetch is ReplicaFetch.STAGE else len(self.ranks)
+        return fetch is not ReplicaFetch.BROADCAST and several > 1
+
     @property
     def leads(self) -> bool:
         """Whether this rank fetches, counts and acknowledges for its replica."""
@@ -253,6 +258,11 @@ class ReplicaPeers:
         if columns is not None:
             return columns
         return unpack(msgpack_decoder(list[ColumnHeader]).decode(meta.numpy().tobytes()), body)
+
+    def have_equal(self, value: str) -> bool:
+        """Return whether all ranks of the replica have the same value. Raises DeadlineExceeded like `share_columns`."""
+        with waiting_for_peers("for the rows of its replica"):
+            return len(set(gather(value, group=self._group))) == 1
 
     def _broadcast_tensor(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=self._lead, group=self._group)  # Gloo, since these are host values

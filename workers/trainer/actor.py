@@ -33,9 +33,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from asyncflow.checkpoint_files import CRITIC, describe
-from asyncflow.errors import AsyncFlowError, CheckpointError, LastSaveFailed, UserCodeFailed, WeightSyncError, one_line
+from asyncflow.errors import (
+    AsyncFlowError,
+    CheckpointError,
+    LastSaveFailed,
+    TransportError,
+    UserCodeFailed,
+    WeightSyncError,
+    one_line,
+)
 from asyncflow.run_files import CONFIG_FILE, checkpoint_path
 from tq.client.dataloader import StreamingDataLoader
 from tq.columns import PackedBatch
@@ -59,7 +68,7 @@ from workers.settings.dataflow import CRITIC_TRAIN, PlacedTask
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of, tasks_of
 from workers.tasks.reference import saved_reference
-from workers.trainer.step_trainer import StepTrainer, critic_learner, open_loader, policy_learner
+from workers.trainer.step_trainer import RoundSource, StepTrainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
 logger = logging.getLogger(__name__)
@@ -120,10 +129,13 @@ class Actor:
         )
         policy = policy_learner(config, self._engine)
         self._counts = place.leads
+        rounds: RoundSource = self._loader
+        if peers is not None and place.reads_several_times(config.tq.replica_fetch):
+            rounds = EqualRounds(self._loader, peers.have_equal)
         self._trainer = StepTrainer(
             context,
             (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
-            self._loader,
+            rounds,
             columns=self._columns,
             training=config.actor,
             role=self,
@@ -554,6 +566,48 @@ class WholeSteps:
         self.stopped = not self._agree(self._loader.partition, self._loader.stopped)
         if not self.stopped:
             yield from next(passes)
+
+
+class EqualRounds:
+    """A loader of a rank whose replica's rows several ranks read: its rounds, proven to be the same rows everywhere.
+
+    The queue grants all of them the same leases. But a storage unit may die after some have read a round: its rows are
+    then put again under the same indices, with newly drawn responses, and the others would train on those.
+
+    `have_equal(value)` returns whether the ranks of the replica have the same value; collective.
+    """
+
+    def __init__(self, loader: RoundSource, have_equal: Callable[[str], bool]) -> None:
+        self._loader = loader
+        self._have_equal = have_equal
+
+    @property
+    def largest_slice(self) -> int:
+        return self._loader.largest_slice
+
+    @property
+    def stopped(self) -> bool:
+        return self._loader.stopped
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """Yield the rounds. Raises TransportError on all ranks of the replica if they have read different rows."""
+        for batch in self._loader:
+            if not self._have_equal(_fingerprint(batch)):
+                raise TransportError(
+                    "ranks of a replica have read different rows of the same round: a storage unit died between their "
+                    "reads, and the rows were put again; training goes on from the last checkpoint"
+                )
+            yield batch
+
+
+def _fingerprint(batch: PackedBatch) -> str:
+    """Return the xxh3-64 of a batch's rows and columns."""
+    digest = xxhash.xxh3_64(repr(batch.indices).encode())
+    for name, column in sorted(batch.columns.items()):
+        digest.update(name.encode())
+        for part in (column.lengths, column.values):
+            digest.update(part.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 class CriticSaver:

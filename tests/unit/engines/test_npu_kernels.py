@@ -1,6 +1,7 @@
 """Ascend's fused kernels in transformers' layers, by operators of the same signatures: results, gradients, families."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from tests.support.fake_npu import MovedBytes, fake_torch_npu
+from workers.engines.megatron.megatron_model import norm_on
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
 
 SIZES: dict[str, Any] = {
@@ -76,3 +78,27 @@ def test_adamw_is_fused_where_there_is_a_kernel() -> None:
     assert has_fused_adamw(torch.device("cpu"))
     assert has_fused_adamw(torch.device("cuda"))
     assert not has_fused_adamw(torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_megatrons_norms_use_the_kernel_on_an_npu_alone(dtype: torch.dtype) -> None:
+    config = SimpleNamespace(sequence_parallel=True)
+    plain, fused = (norm_on(kind)(config, 32, eps=1e-5).to(dtype) for kind in ("cuda", "npu"))
+    hidden = torch.randn(6, 1, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scale = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    with fake_torch_npu():
+        for norm in (plain, fused):
+            weight: Any = norm.weight
+            weight.data.copy_(scale)
+            given = hidden.clone().requires_grad_()
+            with MovedBytes() as moved:
+                norm(given).square().sum().backward()
+            assert given.grad is not None and weight.grad is not None and weight.sequence_parallel
+            found.append((norm(given).detach(), given.grad, weight.grad, moved.kernels))
+    *expected, kernels = found[0]
+    *ours, fewer = found[1]
+    near = 1e-4 if dtype is torch.float32 else 3e-2
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
+    assert fewer < kernels

@@ -14,7 +14,7 @@ from launcher.plan.cost_model import find_device
 from launcher.plan.plan_report import open_planner
 from launcher.plan.scenario import Latency
 from workers.engines.device_memory import ModelSizes
-from workers.settings.algorithms import PPOConfig
+from workers.settings.algorithms import OutsideConfig, PPOConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
@@ -222,15 +222,34 @@ def test_a_reward_model_takes_the_time_of_its_own_size(qwen: RunConfig, tmp_path
         open_planner(scored, devices=64, device="h100")
 
 
-def test_a_pipelines_traffic_waits_in_the_bubble_too(qwen: RunConfig) -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pipeline_drains_once_an_update_and_its_traffic_waits_in_the_bubble_too(qwen: RunConfig, chunks: int) -> None:
     size = {"tensor_parallel": 4, "context_parallel": 1}
-    roles = qwen.roles | {"actor": 8}
-    flat, staged = (
-        train_work(changed(qwen, megatron={**size, "pipeline_parallel": n}).model_copy(update={"roles": roles})).token_s
-        for n in (1, 2)
+    eight = qwen.model_copy(update={"roles": qwen.roles | {"actor": 8}})
+    row_counted = changed(eight, max_tokens_per_micro_batch=0, micro_batch_size=4, num_mini_batches=2, tri_model=False)
+    flat = changed(row_counted, megatron={**size, "pipeline_parallel": 1})
+    stages = {"pipeline_parallel": 2, "virtual_pipeline": chunks, "pipeline_pieces": 4}
+    staged = changed(row_counted, megatron={**size, **stages})
+    together = qwen.schedule.step_rows // 2
+    expected = train_work(flat).token_s / 2 * (1 + 1 / (chunks * together))
+    assert train_work(staged).token_s == pytest.approx(expected), "all pieces of an update, one sample each"
+    own = OutsideConfig(name="mine:Algorithm", dataflow=qwen.algorithm.tasks())
+    another = staged.model_copy(update={"algorithm": own})
+    expected = train_work(flat).token_s / 2 * (1 + 1 / (chunks * 4))
+    assert train_work(another).token_s == pytest.approx(expected), "a loss that may look at a whole micro-batch"
+    forward_s = (cost_model(each).estimate_times().tasks["actor_log_probs"].token_s for each in (flat, staged))
+    assert next(forward_s) / 2 * (1 + 1 / (chunks * 4)) == pytest.approx(next(forward_s)), (
+        "nothing follows a micro-batch"
     )
-    pieces = qwen.actor.megatron.pipeline_pieces
-    assert staged == pytest.approx(flat / 2 * (pieces + 1) / pieces)
+
+
+def test_replicas_gather_weights_among_fewer_ranks_and_sum_gradients_over_the_others(qwen: RunConfig) -> None:
+    whole = changed(qwen, engine="fsdp").model_copy(update={"roles": {"rollout": 8, "actor": 16}})
+    floors = {size: train_work(changed(whole, fsdp_size=size)).floor_s for size in (0, 8, 16)}
+    size = parameters_of(QWEN_7B)
+    inside, outside = 450e9 * 0.7, 50e9 * 0.7
+    assert floors[0] == floors[16] == pytest.approx((2 * 2 + 4) * size * 15 / 16 / outside)
+    assert floors[8] == pytest.approx((2 * 2 + 4) * size * 7 / 8 / inside + 2 * 4 * size / 8 / 2 / outside)
 
 
 def test_a_hosted_critic_gathers_weights_of_its_own(qwen: RunConfig) -> None:

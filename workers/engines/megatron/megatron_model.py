@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from asyncflow.errors import ConfigError
 from workers.engines.megatron.megatron_context import MegatronPackedAttention
 from workers.engines.megatron.names import MegatronGeometry
+from workers.engines.npu_kernels import rms_norm
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel, MegatronLayout
 
@@ -123,13 +124,15 @@ def build_network(
 ) -> MegatronParts:
     """Return this rank's part of a model without weights or optimizer; `join_groups` comes first."""
     config = _transformer_config(model, actor, layout, device)
-    chunks = (_build_chunk(model, actor, layout, config, chunk) for chunk in range(layout.chunks))
+    chunks = (_build_chunk(model, actor, layout, config, chunk, device) for chunk in range(layout.chunks))
     return MegatronParts(tuple(chunks), layout, context)
 
 
-def _build_chunk(model: DenseModel, actor: ActorConfig, layout: MegatronLayout, config: Any, chunk: int) -> ModelChunk:
+def _build_chunk(
+    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, config: Any, chunk: int, device: torch.device
+) -> ModelChunk:
     place = layout.place(dist.get_rank())
-    network: Any = _network(model, config, layout, place.stage, chunk)
+    network: Any = _network(model, config, layout, place.stage, chunk, device)
     if layout.tensor > 1 and network.pre_process:
         network.embedding.word_embeddings.forward = partial(_embed, network.embedding.word_embeddings)
     if actor.autocast == "bfloat16":
@@ -239,13 +242,28 @@ def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronL
 class SequenceNorm(nn.RMSNorm):
     """RMSNorm of some of a micro-batch's tokens: its gradient is summed over the tensor-parallel ranks.
 
-    Takes the place of Megatron's `WrappedTorchNorm`, which refuses sequence parallelism.
+    Takes the place of Megatron's `WrappedTorchNorm`, which refuses sequence parallelism, and of MindSpeed's `PTNorm`.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel  # read by `finalize_model_grads`
+
+
+class FusedSequenceNorm(SequenceNorm):
+    """The same on an NPU, by its kernel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **others: object) -> None:
+        super().__init__(config, hidden_size, eps, **others)
+        self._epsilon = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self._epsilon)
+
+
+def norm_on(device_type: str) -> type[SequenceNorm]:
+    return FusedSequenceNorm if device_type == "npu" else SequenceNorm
 
 
 def _embed(embedding: Any, tokens: Tensor) -> Tensor:
@@ -264,23 +282,25 @@ def _embed(embedding: Any, tokens: Tensor) -> Tensor:
     return whole
 
 
-def _network(model: DenseModel, config: Any, layout: MegatronLayout, stage: int, chunk: int) -> nn.Module:
+def _network(
+    model: DenseModel, config: Any, layout: MegatronLayout, stage: int, chunk: int, device: torch.device
+) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_norm)
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceNorm
+    norm = layer.input_layernorm = layer.pre_mlp_layernorm = norm_on(device.type)
     attention = layer.self_attention.submodules
     if model.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = SequenceNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     # Megatron's local core attention knows no packed sequences; the layers themselves are its own on every device.
     attention.core_attention = MegatronPackedAttention
     num_parts = layout.stages * layout.chunks
     network: nn.Module = GPTModel(
         config,
-        TransformerBlockSubmodules([spec] * (model.num_layers // num_parts), layer_norm=SequenceNorm),
+        TransformerBlockSubmodules([spec] * (model.num_layers // num_parts), layer_norm=norm),
         vocab_size=-(-model.vocab_size // layout.tensor) * layout.tensor,
         max_sequence_length=model.max_positions,
         pre_process=stage + chunk == 0,
