@@ -8,16 +8,18 @@
 
 Each file is read from where the last call stopped. Nothing is written, and no process of the run is asked. A file that
 is missing or damaged costs its panel and a line that says so, since a run is looked at most when something is wrong
-with it. One thread reads one run.
+with it. One thread at a time asks for `samples` and `account`, and one for everything else.
 """
 
+import contextlib
 import json
 import math
+import os
 import statistics
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,59 +187,65 @@ _json_object = json_decoder(dict).decode
 @dataclass
 class _SampleFile:
     path: Path
+    number: int
     identity: tuple[int, int] | None = None
-    size: int = 0
+    read: int = 0  # bytes
 
 
-@dataclass
 class SampleIndex:
-    """Where each kept rollout stands, so that a page of them is read without the others."""
+    """Where each kept rollout stands, so that some are read without the others. 44 bytes for each, in columns."""
 
-    run_dir: Path
-    _files: dict[Path, _SampleFile] = field(default_factory=dict)
-    _places: list[tuple[int, int, int, float | None, Path, int]] = field(default_factory=list)
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._forget()
+
+    def _forget(self) -> None:
+        self._files: dict[Path, _SampleFile] = {}
+        self._steps, self._groups, self._rows = array("q"), array("q"), array("q")
+        self._rewards = array("d")
+        self._numbers, self._offsets = array("i"), array("q")
 
     def read(self) -> None:
-        """Take in the rollouts that were kept since the last call."""
-        for path in sorted((self.run_dir / SAMPLES).glob("*.jsonl")):
-            if not _is_inside(path, self.run_dir):
+        """Take in the rollouts that were kept since the last call; all of them if a file was cut or replaced."""
+        for path in sorted((self._run_dir / SAMPLES).glob("*.jsonl")):
+            if not _is_inside(path, self._run_dir):
                 continue
-            known = self._files.setdefault(path, _SampleFile(path))
             try:
                 with path.open("rb") as file:
+                    facts = os.fstat(file.fileno())
+                    known = self._files.setdefault(path, _SampleFile(path, len(self._files)))
+                    identity = (facts.st_dev, facts.st_ino)
+                    if facts.st_size < known.read or known.identity not in (None, identity):
+                        self._forget()
+                        self.read()
+                        return
+                    known.identity = identity
                     self._read_file(known, file)
             except OSError:
                 continue
 
     def _read_file(self, known: _SampleFile, file: BinaryIO) -> None:
-        size = file.seek(0, 2)
-        if known.size > size:
-            self._places = [place for place in self._places if place[4] != known.path]
-            known.size = 0
-        file.seek(known.size)
+        file.seek(known.read)
         for line in file:
             if not line.endswith(b"\n"):
                 break
             try:
                 one = _decode_sample(line)
-                self._places.append((one.step, one.group, one.index, one.reward, known.path, known.size))
+                self._steps.append(one.step)
+                self._groups.append(one.group)
+                self._rows.append(one.index)
+                self._rewards.append(math.nan if one.reward is None else one.reward)
+                self._numbers.append(known.number)
+                self._offsets.append(known.read)
             except (*UNREADABLE, msgspec.ValidationError):
-                pass
-            known.size += len(line)
+                pass  # a crash may have torn it
+            known.read += len(line)
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        return (min(self._places)[0], max(self._places)[0]) if self._places else None
+        return (min(self._steps), max(self._steps)) if self._steps else None
 
-    def find(
-        self,
-        *,
-        steps: tuple[int, int] | None,
-        search: str,
-        order: str,
-        skip: int,
-        number: int,
-    ) -> Fields:
+    def find(self, *, steps: tuple[int, int] | None, search: str, order: str, skip: int, number: int) -> Fields:
         """Return {total, rows}: rollouts of some steps, those with a text, by reward or by step.
 
         Args:
@@ -246,31 +254,37 @@ class SampleIndex:
             order: best, worst or newest.
             skip, number: which of them.
         """
-        places = [place for place in self._places if steps is None or steps[0] <= place[0] <= steps[1]]
+        step, rewards = numpy.array(self._steps), numpy.array(self._rewards)
         if order == "newest":
-            places.sort(key=lambda place: (-place[0], place[1], place[2]))
+            places = numpy.lexsort((numpy.array(self._rows), numpy.array(self._groups), -step))
         else:
-            sign = -1.0 if order == "best" else 1.0
-            places.sort(key=lambda place: (place[3] is None, sign * (place[3] or 0.0), -place[0]))
-        if search:
-            found = [row for row in self._rows(places) if has_text(row, search)]
-            return {"total": len(found), "rows": found[skip : skip + number]}
-        return {"total": len(places), "rows": list(self._rows(places[skip : skip + number]))}
+            places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
+        if steps is not None:
+            places = places[(steps[0] <= step[places]) & (step[places] <= steps[1])]
+        if not search:
+            return {"total": len(places), "rows": list(self._read_rows(places[skip : skip + number].tolist()))}
+        total, rows = 0, []
+        for row in self._read_rows(places.tolist()):
+            if has_text(row, search):
+                if skip <= total < skip + number:
+                    rows.append(row)
+                total += 1
+        return {"total": total, "rows": rows}
 
-    def _rows(self, places: Sequence[tuple[int, int, int, float | None, Path, int]]) -> Iterator[Fields]:
-        files: dict[Path, BinaryIO] = {}
-        try:
-            for *_, path, offset in places:
+    def _read_rows(self, places: Sequence[int]) -> Iterator[Fields]:
+        """Yield rollouts, each with the name of its file, which says who drew it."""
+        paths = [known.path for known in self._files.values()]
+        with contextlib.ExitStack() as stack:
+            files: dict[int, BinaryIO] = {}
+            for place in places:
+                number = self._numbers[place]
                 try:
-                    if path not in files:
-                        files[path] = path.open("rb")
-                    files[path].seek(offset)
-                    yield _json_object(files[path].readline())
+                    if number not in files:
+                        files[number] = stack.enter_context(paths[number].open("rb"))
+                    files[number].seek(self._offsets[place])
+                    yield {**_json_object(files[number].readline()), "file": paths[number].stem}
                 except (OSError, *UNREADABLE):
                     continue  # it was cut since
-        finally:
-            for file in files.values():
-                file.close()
 
 
 def has_text(row: Mapping[str, Any], search: str) -> bool:

@@ -57,6 +57,7 @@ class ViewServer:
         self._control = control
         self._runs = [RunReader(path, name) for path, name in zip(run_dirs, run_names(run_dirs), strict=True)]
         self._locks = [asyncio.Lock() for _ in self._runs]
+        self._slow_locks = [asyncio.Lock() for _ in self._runs]
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
@@ -97,9 +98,9 @@ class ViewServer:
             raise web.HTTPNotFound
         return number
 
-    async def _ask(self, number: int, question: Callable[[RunReader], Any]) -> Any:
-        # A slow disk delays its run, not the page.
-        async with self._locks[number]:
+    async def _ask(self, number: int, question: Callable[[RunReader], Any], *, slow: bool = False) -> Any:
+        # A slow disk delays its run, not the page; and what reads whole files delays no curve.
+        async with (self._slow_locks if slow else self._locks)[number]:
             return await asyncio.to_thread(question, self._runs[number])
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
@@ -136,6 +137,7 @@ class ViewServer:
                     skip=skip,
                     number=most,
                 ),
+                slow=True,
             )
         )
 
@@ -150,7 +152,7 @@ class ViewServer:
         return _json(tail)
 
     async def _account(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._ask(self._number_of_run(request), RunReader.account))
+        return _json(await self._ask(self._number_of_run(request), RunReader.account, slow=True))
 
     async def _settings(self, request: web.Request) -> web.StreamResponse:
         return _json(await asyncio.to_thread(settings_of, self._runs))

@@ -229,6 +229,7 @@ class Panel {
         : known.includes(name) ? [name] : []);
       const add = (name, xs, ys, number, more) => {
         if (!ys.some((value) => value !== null && value !== undefined)) return;
+        more.few = ys.filter((value) => value !== null && value !== undefined).length < 3;
         const label = (several ? run.now.name + " " : "") + (several && number === 0 && this.single ? "" : name);
         const colour = COLOURS[(several ? place : number) % COLOURS.length];
         found.push({ label: label.trim(), colour, dash: several ? DASHES[number % DASHES.length] : [], xs, ys, ...more });
@@ -268,7 +269,7 @@ class Panel {
       series.push({ label: curve.label, stroke: curve.colour + alpha, width: curve.faint ? 1 : 1.7, dash: curve.dash,
         fill: curve.bars ? curve.colour + "88" : undefined, spanGaps: true,
         paths: curve.bars ? uPlot.paths.bars({ size: [0.7, 60] }) : undefined,
-        points: { show: curve.bars ? false : curve.points || curve.xs.length < 3 ? true : undefined, size: 5 }, curve });
+        points: { show: curve.bars ? false : curve.points || curve.few ? true : undefined, size: 5 }, curve });
       if (curve.low) {
         columns.push(curve.high, curve.low);
         for (let i = 0; i < 2; i++) series.push({ stroke: "transparent", width: 0, points: { show: false }, hidden: true });
@@ -278,7 +279,7 @@ class Panel {
     }
     const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
     const signature = JSON.stringify(curves.map((curve) => [curve.label, curve.faint, curve.low !== null, curve.colour,
-      curve.xs.length < 3]));
+      curve.few]));
     if (this.plot && signature === this.signature) {
       const xs = this.plot.data[0], scale = this.plot.scales.x;
       const zoomed = xs.length > 1 && (scale.min > xs[0] || scale.max < xs[xs.length - 1]);
@@ -318,10 +319,10 @@ class Panel {
       const column = data[place];
       let at = inside ? index : column.length - 1;
       while (at >= 0 && (column[at] === null || column[at] === undefined)) at--;
-      if (at >= 0) parts.push(swatch(one.curve.colour), (one.curve.bars ? "" : one.label + " ") + number(column[at]));
+      if (at >= 0 && (inside || !one.curve.bars)) parts.push(swatch(one.curve.colour), (one.curve.bars ? "" : one.label + " ") + number(column[at]));
     });
     const place = inside ? data[0][index] : null;
-    const prefix = series.some((one) => one.curve && one.curve.bars) ? (inside ? "value " + number(place) : "")
+    const prefix = series.some((one) => one.curve && one.curve.bars) ? (inside ? number(place) + ": " : "point at a bar")
       : inside ? "step " + place : "newest";
     this.hover.replaceChildren(prefix, ...parts);
   }
@@ -359,7 +360,7 @@ function sampleNode(row) {
   const parts = Object.entries(row.metrics || {}).map(([name, value]) => name + " " + number(value)).join(", ");
   return el("article", { class: "sample" },
     el("div", { class: "facts" }, el("b", null, row.reward === null || row.reward === undefined ? "no reward" : "reward " + number(row.reward)),
-      ` · step ${row.step} · group ${row.group} · row ${row.index} · ${row.response_tokens ?? "?"} tokens`
+      (String(row.file || "").startsWith("evaluate") ? " · held out" : "") + ` · step ${row.step} · group ${row.group} · row ${row.index} · ${row.response_tokens ?? "?"} tokens`
       + (versions ? ` (${versions})` : "") + (row.truncated ? " · truncated" : "") + (parts ? " · " + parts : "")),
     talks.map((talk) => el("div", { class: "talk" }, talk.map(bubble))),
     row.ground_truth ? el("div", { class: "bubble truth" }, el("span", { class: "role" }, "ground truth"),
@@ -482,7 +483,7 @@ function nowNode(run) {
       + `${room.waiting_puts} puts wait for room` + (room.lost_rows ? `, ${room.lost_rows} rows lost with a unit` : "")) : null,
     table(["task", "waiting for columns", "ready", "leased", "done", "rows/s"], live.queue.map((task) =>
       [task.task, task.waiting, task.ready, task.leased, task.acked, number(task.rows_per_s)])),
-    el("p", { class: "note" }, "Good: few ready rows. A task whose ready rows grow is too slow for those before it."));
+    el("p", { class: "note" }, "Good: few ready rows. A task whose ready rows grow is slower than those before it."));
   } else parts.push(el("p", { class: "note" }, "The queue does not answer yet."));
   if (live.advice) parts.push(el("p", null, "Advice: " + live.advice));
   return el("section", null, el("h2", { id: "now" }, "What runs now?"), el("div", { class: "panel wide" }, parts));

@@ -153,7 +153,16 @@ def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
     assert rows(order="worst", skip=2) == [3, 1]
     assert rows(search="äpfel") == [3, 0]
     assert rows(steps=(2, 2)) == [1, 2]
-    assert run.samples(search="äpfel", number=1)["total"] == 2
+    assert [(run.samples(search="äpfel", number=1, skip=skip)["total"], rows(search="äpfel", number=1, skip=skip))
+            for skip in (0, 1, 2)] == [(2, [3]), (2, [0]), (2, [])]  # fmt: skip
+    append(run_dir / "samples" / "evaluate-0.jsonl", {"step": 4, "group": 0, "index": 4, "prompt": "p"})
+    assert [(row["index"], row["file"]) for row in run.samples(number=2)["rows"]] == [
+        (4, "evaluate-0"),
+        (3, "rollout-0"),
+    ]
+    path = run_dir / "samples" / "rollout-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert rows() == [4, 1, 0], "a file that was cut is read anew"
 
 
 def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_path: Path) -> None:
@@ -348,6 +357,7 @@ def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
     [run] = data["state"]["runs"]
     assert run["curves"]["values"]["reward_mean"] == [0.5, 0.5, 0.75]
     assert EVIL in [row["response"] for row in data["samples"]["rows"]]
+    assert len(data["samples"]["rows"]) == 7, "each once, whether new, best or worst"
     assert "max_staleness" in data["settings"]["text"][0]
     assert "has no timeline" in data["account"]["why"]
     # Nothing from elsewhere, and the policy allows exactly these scripts and styles.
