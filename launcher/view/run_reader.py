@@ -321,7 +321,8 @@ class RunReader:
         self._evaluation_generation = 0
         self._samples = SampleIndex(run_dir)
         self._settings: Mapping[str, Any] | None = None
-        self._ended: tuple[tuple[float, ...], str, Fields | None] | None = None
+        self._account: Fields = {}
+        self._account_due = 0.0
 
     def state(self, have: Have | None = None) -> Fields:
         """Return what a page that has `have` lacks, and everything that is short."""
@@ -411,18 +412,17 @@ class RunReader:
         }
 
     def _state_and_end(self) -> tuple[str, Fields | None]:
-        """Return the run's state and, if it is not live, how it ended. A killed run's files are read once for that."""
+        """Return the run's state and, if it is not live, how it ended."""
         if is_live(self.run_dir):
-            self._ended = None
             return "running", None
-        changed = tuple(_changed_at(self.run_dir / name) for name in (END_FILE, METRICS_FILE))
-        if self._ended is None or self._ended[0] != changed:
-            try:
+        end = None
+        if (self.run_dir / END_FILE).is_file():
+            with contextlib.suppress(AsyncFlowError, OSError, KeyError, TypeError, ValueError):
                 end = RunEnd.read(self.run_dir)
-            except (AsyncFlowError, KeyError, TypeError, ValueError) as error:
-                end = RunEnd(self.run_dir, (f"how it ended cannot be read: {error}",))
-            self._ended = changed, end_state(end), _end_fields(end)
-        return self._ended[1:]
+        end = end or RunEnd.killed(self.run_dir, self._curves.last.get("step", 0))
+        return end_state(end), {
+            "lines": list(end.lines), "code": end.code, "at": end.at, "restarts": end.restarts.to_summary(),
+        }  # fmt: skip
 
     # What a page asks for when somebody looks at it.
 
@@ -464,7 +464,17 @@ class RunReader:
         return {"text": whole.decode(errors="replace"), "position": start + len(whole), "follows": follows}
 
     def account(self) -> Fields:
-        """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none."""
+        """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none.
+
+        It may be some time old: reading the whole timeline takes at most 1 % of the time.
+        """
+        began = time.monotonic()
+        if began >= self._account_due:
+            self._account = self._read_account()
+            self._account_due = time.monotonic() + 100 * (time.monotonic() - began)
+        return self._account
+
+    def _read_account(self) -> Fields:
         try:
             size = sum(path.stat().st_size for path in (self.run_dir / TIMELINE).glob("*.jsonl"))
             if size > _TIMELINE_BYTES:
@@ -499,19 +509,6 @@ class RunReader:
         steps = reversed(list_checkpoints(self.run_dir))
         paths = (checkpoint_path(self.run_dir, step) / "hf" for step in steps)
         return next((path for path in islice(paths, 20) if path.is_dir()), None)
-
-
-def _end_fields(end: RunEnd | None) -> Fields | None:
-    if end is None:
-        return None
-    return {"lines": list(end.lines), "code": end.code, "at": end.at, "restarts": end.restarts.to_summary()}
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _finite(fields: Mapping[str, Any]) -> Fields:

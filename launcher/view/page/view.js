@@ -399,7 +399,7 @@ function samplesPart() {
       + "in the reward, a low one for a right answer is a fault of it."),
     el("div", { class: "controls" }, order, step, search, page.source.frozen ? null
       : el("button", { onclick: () => show(0) }, "read again"), back, on), told, rows);
-  return { node, show: () => show(0) };
+  return { node, show: () => show(0), showFirst: () => rows.childElementCount || show(0) };
 }
 
 // Logs
@@ -588,7 +588,7 @@ function build(root) {
     }
   }
   function updatePanels() { for (const panel of page.panels) panel.update(); }
-  let first = true, finished = "", lateFor = 0;
+  let first = true, finished = "", lateFor = 0, updates = 0;
   async function update() {
     let state;
     try {
@@ -616,6 +616,7 @@ function build(root) {
     const states = page.runs.map((one) => one.now.state).join();
     if (first) showSettings(settings);
     if (first || states !== finished) details();
+    else if (++updates % 15 === 0 && run.now.state === "running") { showAccount(account); samples.showFirst(); }
     first = false; finished = states;
   }
   async function goOn() {
