@@ -421,16 +421,40 @@ def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output
         click.echo(f"wrote {output}")
 
 
+@main.command("view", cls=OneLineCommand)
+@click.argument("run_dirs", metavar="[RUN...]", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on this host.  [default: any free one]")
+@click.option("--control", is_flag=True, help="The page may also save and stop a run.")
+def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> None:
+    """Show runs on a local page, live or finished.
+
+    Curves, idle time, conversations, logs and failures; several runs over each other. Only this host answers, and only
+    to who knows the address. RUN: the newest run by default.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from asyncflow.extras import is_installed, pip_line
+        from launcher.run.rundir import newest_run
+
+        if not is_installed("aiohttp"):
+            raise ConfigError(f"view: aiohttp is not installed; {pip_line('view')}, or see each run's report.html")
+        from launcher.view.server import serve_view
+
+        runs = run_dirs or (newest_run("RUN", "name a run directory"),)
+        serve_view(runs, port=port, control=control, say=click.echo)
+
+
 @main.command("report", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 def report_command(run_dir: Path | None) -> None:
     """Write report.html into a run's directory.
 
-    Curves, idle time, samples and settings, as every run does at its end. RUN_DIR: the newest run by default.
+    The page of `asyncflow view` as one file, with a summary, as every run does at its end. RUN_DIR: the newest run by
+    default.
     """
     with errors_as_exits():
-        from launcher.report.report import write_report
         from launcher.run.rundir import newest_run
+        from launcher.view.report_page import write_report
 
         click.echo(f"wrote {write_report(run_dir or newest_run('RUN_DIR', 'name a run directory'))}")
 

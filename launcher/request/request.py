@@ -156,7 +156,7 @@ class Accepted:
                     discard_run_dir(run_dir)
                 raise
             with suppress(Exception):  # a convenience only; `asyncflow report` tells what is wrong
-                from launcher.report.report import write_report
+                from launcher.view.report_page import write_report
 
                 write_report(run_dir)
             return code

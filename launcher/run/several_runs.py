@@ -59,7 +59,7 @@ class RunLine:
         changed = [path.stat().st_mtime for name in (METRICS_FILE, CONFIG_FILE) if (path := run_dir / name).is_file()]
         return RunLine(
             run_dir,
-            _state_of(run_dir),
+            "running" if is_live(run_dir) else end_state(RunEnd.read(run_dir)),
             max((int(line["step"]) for line in metrics if _is_number(line.get("step"))), default=0),
             steps,
             statistics.fmean(rewards) if rewards else None,
@@ -82,10 +82,8 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _state_of(run_dir: Path) -> str:
-    if is_live(run_dir):
-        return "running"
-    end = RunEnd.read(run_dir)
+def end_state(end: RunEnd | None) -> str:
+    """Return the state of a run that is not live."""
     if end is None or end.code is None:
         return "killed"
     return {DONE: "done", RESUMABLE: "stopped"}.get(end.code, "failed")
@@ -115,15 +113,10 @@ def diff_text(runs: Sequence[Path]) -> str:
     Raises:
         ConfigError: one of them is not a run, or has no finished step.
     """
-    names = _names(runs)
-    settings = [_flat(_settings_of(run)) for run in runs]
-    keys = sorted({key for one in settings for key in one})
-    rows: list[tuple[str, ...]] = [("SETTING", *names)]
-    for key in keys:
-        values = [one.get(key, _ABSENT) for one in settings]
-        if any(value != values[0] for value in values):
-            rows.append((key, *("-" if value is _ABSENT else _short(value) for value in values)))
-    text = table(rows) if len(rows) > 1 else "The settings are the same."
+    names = run_names(runs)
+    differences = setting_differences([_settings_of(run) for run in runs])
+    rows: list[tuple[str, ...]] = [("SETTING", *names), *((key, *values) for key, values in differences)]
+    text = table(rows) if differences else "The settings are the same."
     curves = [read_curves(run) for run in runs]
     last = min(max(one["step"]) for one in curves)
     first = max(1, last - LAST_STEPS + 1)
@@ -139,6 +132,17 @@ def diff_text(runs: Sequence[Path]) -> str:
 
 
 _ABSENT = object()
+
+
+def setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the keys in which configurations differ, each with the value of every one, shortened; -: it has none."""
+    flat = [_flat(one) for one in settings]
+    rows = []
+    for key in sorted({key for one in flat for key in one}):
+        values = [one.get(key, _ABSENT) for one in flat]
+        if any(value != values[0] for value in values):
+            rows.append((key, ["-" if value is _ABSENT else _short(value) for value in values]))
+    return rows
 
 
 def _settings_of(run: Path) -> Mapping[str, Any]:
@@ -158,7 +162,8 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """Return what to call each run: its directory's name, or its path if two have the same name."""
     names = [plain(run.resolve().name) for run in runs]
     return names if len(set(names)) == len(names) else [plain(str(run)) for run in runs]
 

@@ -238,7 +238,13 @@ class RunEnd:
             return RunEnd(run_dir, fields["lines"], fields["exit_code"], fields["time"], restarts)
         if not (run_dir / CONFIG_FILE).is_file():
             return None
-        step = max((int(line["step"]) for line in LineReader(run_dir / METRICS_FILE).read()), default=0)
+        return RunEnd.killed(
+            run_dir, max((int(line["step"]) for line in LineReader(run_dir / METRICS_FILE).read()), default=0)
+        )
+
+    @staticmethod
+    def killed(run_dir: Path, step: int) -> "RunEnd":
+        """Return it for a run that recorded none; `step`: the last one that it finished."""
         lines = (
             f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}",
             f"logs: {run_dir / LOGS}",

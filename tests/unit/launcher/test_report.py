@@ -1,14 +1,13 @@
-"""`asyncflow report` and `asyncflow plot`."""
+"""Curves from a run's files, and `asyncflow plot`."""
 
 import importlib.util
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.report.report import plot, polyline, read_curves, write_report
+from launcher.report.report import plot, read_curves
 from tests.support.logged_runs import add_steps, append, make_run
 
 
@@ -27,24 +26,6 @@ def test_curves_of_metrics_and_evaluations_go_by_step(run_dir: Path) -> None:
     assert curves["evaluation/accuracy"] == {2: 0.125}
     assert curves["idle_fraction/actor"] == dict.fromkeys((1, 2, 3), 0.25)
     assert "loss" not in curves, "null is not a number"
-
-
-def test_a_curve_fills_its_picture() -> None:
-    assert polyline({1: 2.0, 2: 1.0, 3: 3.0}) == "0.0,55.0 150.0,110.0 300.0,0.0"
-
-
-def test_the_report_shows_curves_samples_and_settings_and_needs_no_other_file(run_dir: Path) -> None:
-    page = write_report(run_dir).read_text()
-    body = ElementTree.fromstring(page.partition("\n")[2])
-    assert len(list(body.iter("polyline"))) == 1, "the figure that changes"
-    assert "&lt;run&gt;: 3 steps" in page and "idle_fraction/actor 0.25" in page
-    assert "has no timeline" in page and "max_staleness" in page and "1 | &lt;b&gt;" in page
-    assert not re.search(r"https?:|src=|href=|@import|url\(", page.partition("<h2>Settings")[0])
-
-
-def test_a_run_without_a_finished_step_has_no_report(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no finished step"):
-        write_report(make_run(tmp_path / "run", "[]"))
 
 
 def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,518 @@
+"""One run as JSON for the page: `asyncflow view` asks for what is new, the report for all of it. Torch-free.
+
+    metrics.jsonl     a column of floats per figure; sent as means over equal numbers of steps, the open one again
+    evaluation.jsonl  a row per evaluation
+    status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
+    samples/          an index in memory; conversations are read when asked for
+    logs/             the ends, and what follows
+
+Each file is read from where the last call stopped. Nothing is written, and no process of the run is asked. A file that
+is missing or damaged costs its panel and a line that says so, since a run is looked at most when something is wrong
+with it. One thread at a time asks for `samples` and `account`, and one for everything else.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy
+
+from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.json_lines import LineReader
+from asyncflow.run_files import (
+    CONFIG_FILE,
+    END_FILE,
+    EVALUATION_FILE,
+    LOGS,
+    METRICS_FILE,
+    SAMPLES,
+    TIMELINE,
+    checkpoint_path,
+    list_checkpoints,
+)
+from launcher.config.load_config import read_yaml
+from launcher.loggers.feed import HISTOGRAMS, figures
+from launcher.process.progress import role_rows
+from launcher.run.rundir import read_plan
+from launcher.run.several_runs import LogFile, end_state
+from launcher.run.status import RunEnd, RunStatus, is_live
+from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order
+
+Fields = dict[str, Any]
+
+MOST_POINTS = 1000
+"""A curve has at most so many points; more steps are averaged."""
+_LOG_BYTES = 64 * 1024
+_TIMELINE_BYTES = 32 * 2**20
+_NOT_CURVES = frozenset({"step", "lineage"})
+# Quantiles of Student's t for a 95 % interval of a mean, by number of values.
+_STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+@dataclass(frozen=True)
+class Have:
+    """What a page has already: which life of the curves, how many steps to a point, points and evaluations."""
+
+    generation: int = -1
+    stride: int = 0
+    points: int = 0
+    evaluations: int = 0
+
+
+class Curves:
+    """Every figure of `metrics.jsonl` by step, as columns.
+
+    A run that goes back to a checkpoint cuts the file and repeats steps. Its file is then read anew, and `generation`
+    grows: a page forgets what it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.generation = 0
+        self.problems: list[str] = []
+        self.last: Mapping[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lines = LineReader(self._path)
+        self._columns: dict[str, array[float]] = {}
+        self._steps: array[int] = array("q")
+        self.problems = []
+        self.last = {}
+
+    def read(self) -> None:
+        """Take in the steps that finished since the last call."""
+        found = self._lines.read_lines()
+        news = [line for _, line in found.lines if isinstance(line.get("step"), int)]
+        # A cut file may have grown beyond the cursor again: then the next step, or its lineage, is another one.
+        if self._steps and (found.wrong or (news and not self._follows(news))):
+            self.generation += 1
+            self._forget()
+            found = self._lines.read_lines()
+            news = [line for _, line in found.lines if isinstance(line.get("step"), int)]
+        self.problems += [f"{found.describe_place(number)}: {what}" for number, what in found.wrong]
+        newest: dict[int, Fields] = {}
+        for line in news:
+            newest.pop(line["step"], None)
+            newest[line["step"]] = line
+        for step in sorted(newest):
+            self._append(step, newest[step])
+
+    def _follows(self, news: Sequence[Mapping[str, Any]]) -> bool:
+        steps = [self.last.get("step"), *(line["step"] for line in news)]
+        lineages = {line.get("lineage", 0) for line in (self.last, *news)}
+        return len(lineages) == 1 and all(a < b for a, b in pairwise(steps))
+
+    def _append(self, step: int, line: Fields) -> None:
+        self._steps.append(step)
+        values = {name: value for name, value in figures(line).items() if name not in _NOT_CURVES}
+        for name in sorted(values.keys() - self._columns.keys()):
+            self._columns[name] = array("d", [math.nan] * (len(self._steps) - 1))
+        for name, column in self._columns.items():
+            column.append(values.get(name, math.nan))
+        self.last = line
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def news(self, have: Have) -> Fields:
+        """Return the points that a page lacks: {generation, stride, from, steps, values: name -> list}.
+
+        Each point is the mean over `stride` steps, at the last of them. `from`: the page drops what it has from there.
+        """
+        stride = 1
+        while self.num_steps > stride * MOST_POINTS:
+            stride *= 2
+        same = (have.generation, have.stride) == (self.generation, stride)
+        # The page's last point may have been open.
+        first = max(0, min(have.points, math.ceil(self.num_steps / stride)) - 1) if same else 0
+        return {
+            "generation": self.generation,
+            "stride": stride,
+            "from": first,
+            "steps": list(self._steps[first * stride :])[stride - 1 :: stride] + self._open_step(stride),
+            "values": {
+                name: _means(numpy.frombuffer(column)[first * stride :], stride)
+                for name, column in self._columns.items()
+            },
+        }
+
+    def _open_step(self, stride: int) -> list[int]:
+        return [self._steps[-1]] if self.num_steps % stride else []
+
+    def newest(self) -> dict[str, float]:
+        return {name: value for name, value in figures(self.last).items() if name not in _NOT_CURVES}
+
+    def last_values(self, name: str, number: int) -> list[float]:
+        """Return a figure's values in the last steps, without those in which it has none."""
+        return [value for value in self._columns.get(name, array("d"))[-number:] if math.isfinite(value)]
+
+
+def _means(values: "numpy.ndarray[Any, Any]", stride: int) -> list[float | None]:
+    if stride > 1:
+        padded = numpy.concatenate([values, numpy.full(-len(values) % stride, math.nan)]).reshape(-1, stride)
+        there = numpy.isfinite(padded)
+        counts = there.sum(axis=1)
+        sums = numpy.where(there, padded, 0.0).sum(axis=1)
+        values = numpy.where(counts > 0, sums / numpy.maximum(counts, 1), math.nan)
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+# Samples
+
+
+class _SampleLine(msgspec.Struct):
+    step: int
+    group: int = 0
+    index: int = 0
+    reward: float | None = None
+
+
+_decode_sample = json_decoder(_SampleLine).decode
+_json_object = json_decoder(dict).decode
+
+
+@dataclass
+class _SampleFile:
+    path: Path
+    number: int
+    identity: tuple[int, int] | None = None
+    read: int = 0  # bytes
+
+
+class SampleIndex:
+    """Where each kept rollout stands, so that some are read without the others. 44 bytes for each, in columns."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._forget()
+
+    def _forget(self) -> None:
+        self._files: dict[Path, _SampleFile] = {}
+        self._steps, self._groups, self._rows = array("q"), array("q"), array("q")
+        self._rewards = array("d")
+        self._numbers, self._offsets = array("i"), array("q")
+
+    def read(self) -> None:
+        """Take in the rollouts that were kept since the last call; all of them if a file was cut or replaced."""
+        for path in sorted((self._run_dir / SAMPLES).glob("*.jsonl")):
+            if not _is_inside(path, self._run_dir):
+                continue
+            try:
+                with path.open("rb") as file:
+                    facts = os.fstat(file.fileno())
+                    known = self._files.setdefault(path, _SampleFile(path, len(self._files)))
+                    identity = (facts.st_dev, facts.st_ino)
+                    if facts.st_size < known.read or known.identity not in (None, identity):
+                        self._forget()
+                        self.read()
+                        return
+                    known.identity = identity
+                    self._read_file(known, file)
+            except OSError:
+                continue
+
+    def _read_file(self, known: _SampleFile, file: BinaryIO) -> None:
+        file.seek(known.read)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                one = _decode_sample(line)
+                self._steps.append(one.step)
+                self._groups.append(one.group)
+                self._rows.append(one.index)
+                self._rewards.append(math.nan if one.reward is None else one.reward)
+                self._numbers.append(known.number)
+                self._offsets.append(known.read)
+            except (*UNREADABLE, msgspec.ValidationError):
+                pass  # a crash may have torn it
+            known.read += len(line)
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        return (min(self._steps), max(self._steps)) if self._steps else None
+
+    def find(self, *, steps: tuple[int, int] | None, search: str, order: str, skip: int, number: int) -> Fields:
+        """Return {total, rows}: rollouts of some steps, those with a text, by reward or by step.
+
+        Args:
+            steps: the first and the last; None: all.
+            search: in any case, anywhere in prompt, conversations, response or ground truth.
+            order: best, worst or newest.
+            skip, number: which of them.
+        """
+        step, rewards = numpy.array(self._steps), numpy.array(self._rewards)
+        if order == "newest":
+            places = numpy.lexsort((numpy.array(self._rows), numpy.array(self._groups), -step))
+        else:
+            places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
+        if steps is not None:
+            places = places[(steps[0] <= step[places]) & (step[places] <= steps[1])]
+        if not search:
+            return {"total": len(places), "rows": list(self._read_rows(places[skip : skip + number].tolist()))}
+        total, rows = 0, []
+        for row in self._read_rows(places.tolist()):
+            if has_text(row, search):
+                if skip <= total < skip + number:
+                    rows.append(row)
+                total += 1
+        return {"total": total, "rows": rows}
+
+    def _read_rows(self, places: Sequence[int]) -> Iterator[Fields]:
+        """Yield rollouts, each with the name of its file, which says who drew it."""
+        paths = [known.path for known in self._files.values()]
+        with contextlib.ExitStack() as stack:
+            files: dict[int, BinaryIO] = {}
+            for place in places:
+                number = self._numbers[place]
+                try:
+                    if number not in files:
+                        files[number] = stack.enter_context(paths[number].open("rb"))
+                    files[number].seek(self._offsets[place])
+                    yield {**_json_object(files[number].readline()), "file": paths[number].stem}
+                except (OSError, *UNREADABLE):
+                    continue  # it was cut since
+
+
+def has_text(row: Mapping[str, Any], search: str) -> bool:
+    """Return whether a rollout's texts have another one, in any case."""
+    wanted = search.casefold()
+    texts = (row.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
+    return any(
+        wanted in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).casefold()
+        for text in texts
+        if text
+    )
+
+
+def _is_inside(path: Path, run_dir: Path) -> bool:
+    """Return whether a file is in the run's directory and not behind a link that leads out of it."""
+    try:
+        return path.resolve(strict=True).is_relative_to(run_dir.resolve())
+    except OSError:
+        return False
+
+
+# The run
+
+
+class RunReader:
+    """A run's files as JSON; see the module. `name` is what the page calls it."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self._curves = Curves(run_dir / METRICS_FILE)
+        self._evaluation_lines = LineReader(run_dir / EVALUATION_FILE)
+        self._evaluations: dict[int, Fields] = {}
+        self._evaluation_generation = 0
+        self._samples = SampleIndex(run_dir)
+        self._settings: Mapping[str, Any] | None = None
+        self._account: Fields = {}
+        self._account_due = 0.0
+
+    def state(self, have: Have | None = None) -> Fields:
+        """Return what a page that has `have` lacks, and everything that is short."""
+        have = have or Have()
+        problems: list[str] = []
+        try:
+            self._curves.read()
+            self._read_evaluations()
+        except AsyncFlowError as error:
+            problems.append(str(error))
+        state, end = self._state_and_end()
+        steps = self.settings().get("steps")
+        same = (have.generation, have.evaluations) == (self._curves.generation, len(self._evaluations))
+        return {
+            "name": self.name,
+            "path": str(self.run_dir),
+            "state": state,
+            "steps": steps if isinstance(steps, int) else None,
+            "step": self._curves.last.get("step", 0),
+            "time_s": self._curves.last.get("time_s"),
+            "curves": self._curves.news(have),
+            "newest": _finite(self._curves.newest()),
+            HISTOGRAMS: self._curves.last.get(HISTOGRAMS, {}),
+            "evaluations": None if same else [_finite(self._evaluations[step]) for step in sorted(self._evaluations)],
+            "live": self._live() if state == "running" else None,
+            "end": end,
+            "plan": _finite(read_plan(self.run_dir)),
+            "problems": [*problems, *self._curves.problems[-5:]],
+            "at": time.time(),
+        }
+
+    def _read_evaluations(self) -> None:
+        if self._curves.generation != self._evaluation_generation:  # the run went back, and cut this file, too
+            self._evaluation_generation = self._curves.generation
+            self._evaluation_lines = LineReader(self.run_dir / EVALUATION_FILE)
+            self._evaluations = {}
+        for _, line in self._evaluation_lines.read_lines().lines:
+            if isinstance(line.get("step"), int):
+                self._evaluations[line["step"]] = line
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration; {} if there is none yet, or it cannot be read."""
+        if not self._settings:
+            try:
+                self._settings = dict(read_yaml(self.run_dir / CONFIG_FILE).values)
+            except (ConfigError, TypeError, ValueError):
+                return {}
+        return self._settings
+
+    def _live(self) -> Fields | None:
+        try:
+            status = RunStatus.read(self.run_dir)
+        except (AsyncFlowError, OSError, ValueError, KeyError, TypeError):
+            return None
+        roles = role_rows(status.gangs, status.ranks, time.time())
+        return {
+            "at": status.at,
+            "roles": [dict(zip(("role", "ranks", "does", "weights"), row, strict=True)) for row in roles],
+            "ranks": [
+                {
+                    "name": f"{gang}/{rank}",
+                    "state": one.state,
+                    "detail": one.detail,
+                    "step": one.step,
+                    "version": one.version if one.version >= 0 else None,
+                    "idle_s": one.idle_s,
+                    "restarts": status.restarts.gangs.get(gang, 0),
+                    "rollouts": dict(one.rollouts),
+                }
+                for (gang, rank), one in sorted(status.ranks.items())
+            ],
+            "queue": [
+                {
+                    name: task[name]
+                    for name in ("task", "controller", "waiting", "ready", "leased", "acked", "rows_per_s")
+                }
+                for stats in status.controllers
+                for task in stats["tasks"]
+            ],
+            "room": [
+                {name: stats[name] for name in ("live_rows", "row_limit", "live_bytes", "waiting_puts", "lost_rows")}
+                for stats in status.controllers[:1]
+            ],
+            "restarts": status.restarts.to_summary(),
+            "failures": dict(status.failures),
+            "advice": None if status.advice is None else status.advice.get("text"),
+        }
+
+    def _state_and_end(self) -> tuple[str, Fields | None]:
+        """Return the run's state and, if it is not live, how it ended."""
+        if is_live(self.run_dir):
+            return "running", None
+        end = None
+        if (self.run_dir / END_FILE).is_file():
+            with contextlib.suppress(AsyncFlowError, OSError, KeyError, TypeError, ValueError):
+                end = RunEnd.read(self.run_dir)
+        end = end or RunEnd.killed(self.run_dir, self._curves.last.get("step", 0))
+        return end_state(end), {
+            "lines": list(end.lines), "code": end.code, "at": end.at, "restarts": end.restarts.to_summary(),
+        }  # fmt: skip
+
+    # What a page asks for when somebody looks at it.
+
+    def samples(
+        self, *, steps: tuple[int, int] | None = None, search: str = "", order: str = "newest", skip: int = 0,
+        number: int = 20,
+    ) -> Fields:  # fmt: skip
+        """Return {total, steps, rows}; see `SampleIndex.find`."""
+        self._samples.read()
+        found = self._samples.find(steps=steps, search=search, order=order, skip=skip, number=number)
+        return {"steps": self._samples.steps, **found}
+
+    def logs(self) -> list[LogFile]:
+        """Return the logs that are inside the run's directory, the launcher's last."""
+        root = self.run_dir / LOGS
+        paths = [path for path in sorted(root.rglob("*.log")) if path.is_file() and _is_inside(path, self.run_dir)]
+        return [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in paths]
+
+    def log_tail(self, label: str, position: int | None = None) -> Fields | None:
+        """Return {text, position}: the end of a log, or what follows `position`; None: the run has no such log."""
+        log = next((one for one in self.logs() if one.label == label), None)
+        if log is None:
+            return None
+        try:
+            with log.path.open("rb") as file:
+                size = file.seek(0, 2)
+                follows = position is not None and 0 <= position <= size and size - position <= _LOG_BYTES
+                start = position if follows and position is not None else max(0, size - _LOG_BYTES)
+                file.seek(start)
+                data = file.read(_LOG_BYTES)
+        except OSError as error:
+            return {"text": f"cannot be read: {error.strerror}", "position": 0, "follows": False}
+        whole = data[: data.rfind(b"\n") + 1]
+        if start and not follows:
+            whole_start = whole.find(b"\n") + 1
+            return {
+                "text": whole[whole_start:].decode(errors="replace"), "position": start + len(whole), "follows": False,
+            }  # fmt: skip
+        return {"text": whole.decode(errors="replace"), "position": start + len(whole), "follows": follows}
+
+    def account(self) -> Fields:
+        """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none.
+
+        It may be some time old: reading the whole timeline takes at most 1 % of the time.
+        """
+        began = time.monotonic()
+        if began >= self._account_due:
+            self._account = self._read_account()
+            self._account_due = time.monotonic() + 100 * (time.monotonic() - began)
+        return self._account
+
+    def _read_account(self) -> Fields:
+        try:
+            size = sum(path.stat().st_size for path in (self.run_dir / TIMELINE).glob("*.jsonl"))
+            if size > _TIMELINE_BYTES:
+                return {"why": f"the timeline has {size / 2**20:.0f} MB; use: asyncflow timeline {self.run_dir}"}
+            account = RunTimeline.read(self.run_dir).account_by_role()
+        except (AsyncFlowError, OSError, ValueError) as error:
+            return {"why": str(error)}
+        return {"categories": list(CATEGORIES), "roles": {role: account[role] for role in in_order(account)}}
+
+    # The summary of the report.
+
+    def final_figures(self, names: Mapping[str, str], number: int) -> list[tuple[str, str]]:
+        """Return (label, text) of figures that the run has: the mean over its last steps with its 95 % interval.
+
+        `names`: figure -> label; `number`: of steps, up to ten.
+        """
+        rows = []
+        for name, label in names.items():
+            values = self._curves.last_values(name, number)
+            if len(values) > 1:
+                half = _STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+                rows.append((label, f"{statistics.fmean(values):.4g} ± {half:.2g} (last {len(values)} steps)"))
+            elif values:
+                rows.append((label, f"{values[0]:.4g} (one step)"))
+        return rows
+
+    def newest_evaluation(self) -> Fields | None:
+        return self._evaluations[max(self._evaluations)] if self._evaluations else None
+
+    def newest_model(self) -> Path | None:
+        """Return the newest directory that `transformers` loads; None: nothing is saved."""
+        steps = reversed(list_checkpoints(self.run_dir))
+        paths = (checkpoint_path(self.run_dir, step) / "hf" for step in steps)
+        return next((path for path in islice(paths, 20) if path.is_dir()), None)
+
+
+def _finite(fields: Mapping[str, Any]) -> Fields:
+    """JSON has no NaN and no infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }

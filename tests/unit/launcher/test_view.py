@@ -1,0 +1,388 @@
+"""`asyncflow view` and report.html: what the page gets, who gets it, and that samples stay text."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
+from launcher.view.report_page import script_json, write_report
+from launcher.view.run_reader import MOST_POINTS, Have, RunReader
+from tests.support.logged_runs import add_steps, append, go_back, make_run
+
+EVIL = "</script><script>alert(1)</script><!-- <b onclick=x> \x1b[31m \u202e & \u2028"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", "[]")
+
+
+class Page:
+    """What the script of the page keeps of a run."""
+
+    def __init__(self, run: RunReader) -> None:
+        self.run = run
+        self.have = Have()
+        self.steps: list[int] = []
+        self.values: dict[str, list[Any]] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.last_size = 0
+
+    def update(self) -> dict[str, Any]:
+        state = self.run.state(self.have)
+        curves = state["curves"]
+        if (curves["generation"], curves["stride"]) != (self.have.generation, self.have.stride):
+            self.steps, self.values = [], {}
+        start = curves["from"]
+        self.steps = self.steps[:start] + curves["steps"]
+        for name, values in curves["values"].items():
+            old = self.values.get(name, [])
+            self.values[name] = (old + [None] * start)[:start] + values
+        if state["evaluations"] is not None:
+            self.evaluations = state["evaluations"]
+        self.have = Have(curves["generation"], curves["stride"], len(self.steps), len(self.evaluations))
+        self.last_size = len(curves["steps"])
+        return state
+
+
+def test_a_page_that_asks_again_gets_only_what_is_new(run_dir: Path) -> None:
+    page = Page(RunReader(run_dir, "run"))
+    assert page.update()["step"] == 0
+    for last in (2, 3, 40):
+        add_steps(run_dir, len(page.steps) + 1, last, reward=last / 100)
+        append(run_dir / "evaluation.jsonl", {"step": last, "lineage": 0, "accuracy": 0.5})
+        before = len(page.steps)
+        page.update()
+        assert page.last_size <= last - before + 1
+    assert page.steps == list(range(1, 41))
+    assert page.values["reward_mean"] == [0.02, 0.02, 0.03] + [0.4] * 37
+    assert page.values["idle_fraction/actor"] == [0.25] * 40
+    assert "loss" not in page.values, "null is no number"
+    assert [one["step"] for one in page.evaluations] == [2, 3, 40]
+    assert page.update()["evaluations"] is None
+
+
+def test_a_long_run_is_averaged_and_an_update_of_it_is_small(run_dir: Path) -> None:
+    lines = [json.dumps({"step": step, "lineage": 0, "reward_mean": step % 2}) for step in range(1, 4 * MOST_POINTS)]
+    path = run_dir / "metrics.jsonl"
+    path.write_text("\n".join(lines[:2500]) + "\n")
+    page, sizes = Page(RunReader(run_dir, "run")), []
+    page.update()
+    for first in range(2500, len(lines), 7):
+        with path.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines[first : first + 7]))
+        page.update()
+        sizes.append(page.last_size)
+    whole = Page(RunReader(run_dir, "run"))
+    whole.update()
+    assert (page.steps, page.values) == (whole.steps, whole.values)
+    assert len(page.steps) <= MOST_POINTS and page.steps[-1] == len(lines)
+    assert set(page.values["reward_mean"][:-1]) == {0.5}
+    assert max(sizes) <= 4
+
+
+def test_steps_that_a_run_repeats_replace_the_first_ones(run_dir: Path) -> None:
+    page = Page(RunReader(run_dir, "run"))
+    add_steps(run_dir, 1, 9, reward=0.25)
+    append(run_dir / "evaluation.jsonl", {"step": 8, "lineage": 0, "accuracy": 0.5})
+    page.update()
+    go_back(run_dir, 4)
+    add_steps(run_dir, 5, 30, lineage=1, reward=0.75)  # longer than what was read
+    page.update()
+    assert page.steps == list(range(1, 31))
+    assert page.values["reward_mean"] == [0.25] * 4 + [0.75] * 26
+    assert page.evaluations == []
+
+
+def test_a_file_that_was_cut_in_place_and_grew_beyond_the_cursor_is_read_anew(run_dir: Path) -> None:
+    path, page = run_dir / "metrics.jsonl", Page(RunReader(run_dir, "run"))
+    add_steps(run_dir, 1, 6, reward=0.25)
+    page.update()
+    os.truncate(path, len(b"".join(path.read_bytes().splitlines(keepends=True)[:2])))
+    add_steps(run_dir, 3, 20, lineage=1, reward=0.75)
+    page.update()
+    assert page.steps == list(range(1, 21))
+    assert page.values["reward_mean"] == [0.25] * 2 + [0.75] * 18
+
+
+def test_a_damaged_line_costs_its_step_and_is_named(run_dir: Path) -> None:
+    add_steps(run_dir, 1, 2)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("{damaged\n")
+    add_steps(run_dir, 4, 4)
+    page = Page(RunReader(run_dir, "run"))
+    state = page.update()
+    assert page.steps == [1, 2, 4]
+    assert "metrics.jsonl:3" in state["problems"][0]
+    assert state["state"] == "killed" and state["end"]["lines"]
+
+
+def sample(run_dir: Path, step: int, index: int, reward: float | None, **more: object) -> None:
+    line = {"step": step, "group": step, "index": index, "prompt": "p", "response": "r", "reward": reward} | more
+    append(run_dir / "samples" / "rollout-0.jsonl", line)
+
+
+def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    assert run.samples() == {"steps": None, "total": 0, "rows": []}
+    sample(run_dir, 1, 0, 0.5, response="ÄPFEL")
+    sample(run_dir, 2, 1, None)
+    with (run_dir / "samples" / "rollout-0.jsonl").open("a") as file:
+        file.write("{damaged\n")
+    assert run.samples()["total"] == 2
+    sample(run_dir, 2, 2, -1.0)
+    sample(run_dir, 3, 3, 2.0, conversations=[[{"role": "tool", "content": "eight äpfel"}]])
+
+    def rows(**choice: Any) -> list[int]:
+        return [row["index"] for row in run.samples(**choice)["rows"]]
+
+    assert rows() == [3, 1, 2, 0]
+    assert rows(order="best") == [3, 0, 2, 1]
+    assert rows(order="worst", number=2) == [2, 0]
+    assert rows(order="worst", skip=2) == [3, 1]
+    assert rows(search="äpfel") == [3, 0]
+    assert rows(steps=(2, 2)) == [1, 2]
+    assert [(run.samples(search="äpfel", number=1, skip=skip)["total"], rows(search="äpfel", number=1, skip=skip))
+            for skip in (0, 1, 2)] == [(2, [3]), (2, [0]), (2, [])]  # fmt: skip
+    append(run_dir / "samples" / "evaluate-0.jsonl", {"step": 4, "group": 0, "index": 4, "prompt": "p"})
+    assert [(row["index"], row["file"]) for row in run.samples(number=2)["rows"]] == [
+        (4, "evaluate-0"),
+        (3, "rollout-0"),
+    ]
+    path = run_dir / "samples" / "rollout-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert rows() == [4, 1, 0], "a file that was cut is read anew"
+
+
+def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "logs" / "rollout").mkdir()
+    log = run_dir / "logs" / "rollout" / "0.log"
+    log.write_text("one\ntw")
+    secret = tmp_path / "secret.log"
+    secret.write_text("secret\n")
+    (run_dir / "logs" / "out.log").symlink_to(secret)
+    (run_dir / "samples" / "rollout-9.jsonl").symlink_to(secret)
+    run = RunReader(run_dir, "run")
+    assert [one.label for one in run.logs()] == ["rollout/0"]
+    assert run.log_tail("out") is None and run.log_tail("../../secret") is None
+    tail = run.log_tail("rollout/0")
+    assert tail is not None and tail["text"] == "one\n"
+    log.write_text("one\ntwo\n")
+    assert run.log_tail("rollout/0", tail["position"]) == {"text": "two\n", "position": 8, "follows": True}
+    log.write_text("\n".join(map(str, range(100_000))) + "\n")
+    long = run.log_tail("rollout/0", 8)
+    assert long is not None and not long["follows"]
+    assert long["text"].endswith("99999\n") and len(long["text"]) <= 64 * 1024
+    assert run.samples()["total"] == 0
+
+
+# The server
+
+
+def serve(runs: list[Path], question: Callable[[Any, str], Awaitable[None]], **options: Any) -> None:
+    """Ask a server with the token `right`; `question` gets aiohttp's client and the token."""
+    pytest.importorskip("aiohttp")
+    from aiohttp.test_utils import TestClient, TestServer
+
+    from launcher.view.server import ViewServer
+
+    async def ask() -> None:
+        server = ViewServer(runs, token="right", **options)
+        async with TestClient(TestServer(server.app())) as client:
+            await question(client, server.token)
+
+    asyncio.run(ask())
+
+
+ADDRESSES = ("", "view.js", "view.css", "uPlot.iife.min.js", "uPlot.min.css", "api/state", "api/samples", "api/log",
+             "api/account", "api/settings")  # fmt: skip
+
+
+def test_nothing_answers_without_the_token_or_to_a_foreign_name(run_dir: Path) -> None:
+    add_steps(run_dir, 1, 1)
+
+    async def question(client: Any, token: str) -> None:
+        for address in ADDRESSES:
+            assert (await client.get(f"/{token}/{address}")).status == 200, address
+            for wrong in (f"/{address}", f"/righ/{address}", f"/right2/{address}", f"/RIGHT/{address}"):
+                response = await client.get(wrong)
+                assert (response.status, await response.text()) == (404, "404: Not Found"), wrong
+            assert (await client.get(f"/{token}/{address}", headers={"Host": "evil.example"})).status == 404
+            assert (await client.post(f"/{token}/{address}")).status == 405, "read-only"
+        assert (await client.get("/r%C3%AFght/")).status == 404
+
+    serve([run_dir], question)
+
+
+def test_no_address_names_a_file(run_dir: Path) -> None:
+    add_steps(run_dir, 1, 1)
+
+    async def question(client: Any, token: str) -> None:
+        from yarl import URL
+
+        for path in (
+            "../server.py",
+            "%2e%2e/server.py",
+            "..%2fserver.py",
+            "page/view.js",
+            "report.html.jinja",
+            "config.yaml",
+        ):
+            response = await client.get(URL(f"/{token}/{path}", encoded=True))
+            assert response.status == 404, path
+        for query in ("log=../config", "log=/etc/passwd", "run=1&log=x", "log=launcher%00"):
+            assert (await client.get(URL(f"/{token}/api/log?{query}", encoded=True))).status == 404, query
+        for query in ("run=-1", "skip=-1", "skip=x", "order=path", "run=%C2%B2"):
+            assert (await client.get(URL(f"/{token}/api/samples?{query}", encoded=True))).status == 400, query
+
+    serve([run_dir], question)
+
+
+def test_the_live_page_runs_its_own_scripts_only(run_dir: Path) -> None:
+    async def question(client: Any, token: str) -> None:
+        response = await client.get(f"/{token}/")
+        policy = response.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'self'") and "unsafe" not in policy
+        assert response.headers["Referrer-Policy"] == "no-referrer"
+        tags = list(elements(await response.text()))
+        assert {name: own["src"] for name, own, _ in tags if name == "script"} == {"script": "view.js"}
+        assert not any(text.strip() for name, _, text in tags if name in ("script", "style"))
+        assert not any(key == "style" or key.startswith("on") for _, own, _ in tags for key in own)
+
+    serve([run_dir], question)
+
+
+def test_the_page_gets_several_runs_and_how_they_differ(run_dir: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", "[]")
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("seed: ", "seed: 1 # "))
+    add_steps(run_dir, 1, 3)
+    add_steps(other, 1, 2)
+
+    async def question(client: Any, token: str) -> None:
+        runs = (await (await client.get(f"/{token}/api/state")).json())["runs"]
+        assert [(run["name"], run["step"]) for run in runs] == [("run", 3), ("other", 2)]
+        again = (await (await client.get(f"/{token}/api/state?have=0.1.3.0,junk")).json())["runs"]
+        assert [run["curves"]["steps"] for run in again] == [[3], [1, 2]]
+        differences = (await (await client.get(f"/{token}/api/settings")).json())["differences"]
+        assert "seed" in [key for key, _ in differences]
+        rows = (await (await client.get(f"/{token}/api/samples?run=1&number=3&step=2")).json())["rows"]
+        assert [row["step"] for row in rows] == [2, 2]
+
+    serve([run_dir, other], question)
+
+
+def test_a_run_is_stopped_only_by_a_page_with_control(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    pytest.importorskip("aiohttp")
+    launcher: list[int | None] = [os.getpid()]
+    monkeypatch.setattr("launcher.view.server.running_launcher", lambda path: launcher[0])
+    control = {"X-AsyncFlow": "control"}
+
+    async def without(client: Any, token: str) -> None:
+        assert (await client.post(f"/{token}/api/stop", headers=control)).status in (404, 405)
+
+    async def with_control(client: Any, token: str) -> None:
+        assert (await client.post("/wrong/api/stop", headers=control)).status == 404
+        assert (await client.post(f"/{token}/api/stop")).status == 403
+        assert (await client.get(f"/{token}/api/stop", headers=control)).status == 405
+        assert got == []
+        assert (await client.post(f"/{token}/api/stop", headers=control)).status == 200
+        launcher[0] = None
+        assert (await client.post(f"/{token}/api/stop", headers=control)).status == 409
+
+    try:
+        serve([run_dir], without)
+        serve([run_dir], with_control, control=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM]
+
+
+def test_without_aiohttp_or_a_run_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    refused = CliRunner().invoke(main, ["view", str(tmp_path)])
+    assert refused.exit_code == 2 and "is not a run directory" in refused.output
+    monkeypatch.setattr("asyncflow.extras.is_installed", lambda name: False)
+    refused = CliRunner().invoke(main, ["view", str(tmp_path)])
+    assert refused.exit_code == 2 and "aiohttp is not installed; pip install" in refused.output
+
+
+# report.html
+
+
+def elements(page: str) -> Iterator[tuple[str, dict[str, str], str]]:
+    """Yield (tag, attributes, text directly inside) of a page's elements."""
+    found: list[tuple[str, dict[str, str], str]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, {name: value or "" for name, value in attrs}, ""))
+
+        def handle_endtag(self, tag: str) -> None:
+            found.append((f"/{tag}", {}, ""))
+
+        def handle_data(self, data: str) -> None:
+            if found:
+                tag, own, text = found[-1]
+                found[-1] = (tag, own, text + data)
+
+    Reader().feed(page)
+    return iter(found)
+
+
+def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "<run>", "[]")
+    add_steps(run_dir, 1, 2)
+    add_steps(run_dir, 3, 3, reward=0.75)
+    accuracy = {"accuracy": 0.125, "accuracy_low": 0.1, "accuracy_high": 0.2}
+    append(run_dir / "evaluation.jsonl", {"step": 2, "lineage": 0, **accuracy})
+    sample(run_dir, 3, 7, 9.0, response=EVIL)
+    (run_dir / "checkpoints" / "step_000003" / "hf").mkdir(parents=True)
+    page = write_report(run_dir).read_text()
+    tags = list(elements(page))
+    data = next(json.loads(text) for tag, own, text in tags if own.get("id") == "data")
+    [run] = data["state"]["runs"]
+    assert run["curves"]["values"]["reward_mean"] == [0.5, 0.5, 0.75]
+    assert EVIL in [row["response"] for row in data["samples"]["rows"]]
+    assert len(data["samples"]["rows"]) == 7, "each once, whether new, best or worst"
+    assert "max_staleness" in data["settings"]["text"][0]
+    assert "has no timeline" in data["account"]["why"]
+    # Nothing from elsewhere, and the policy allows exactly these scripts and styles.
+    assert not [own for _, own, _ in tags if own.keys() & {"src", "href", "style", "onclick"}]
+    policy = next(own["content"] for tag, own, _ in tags if tag == "meta" and "http-equiv" in own)
+    inline = [text for tag, own, text in tags if tag in ("script", "style") and own.get("id") != "data"]
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline]
+    assert len(inline) == 4
+    assert sorted(f"'sha256-{one}'" for one in digests) == sorted(
+        w for w in policy.replace(";", "").split() if "sha" in w
+    )
+    assert "unsafe" not in policy and policy.startswith("default-src 'none'")
+    # The summary says it without JavaScript.
+    assert "&lt;run&gt;: 3 steps" in page
+    assert "0.125 (0.100 to 0.200), 95 % interval, at step 2" in page
+    assert "0.5833 ± 0.36 (last 3 steps)" in page  # 4.30 x 0.1443 / sqrt(3)
+    assert "step_000003/hf" in page
+
+
+def test_no_text_ends_the_script_that_holds_the_data() -> None:
+    text = script_json({"text": EVIL})
+    assert json.loads(text) == {"text": EVIL}
+    assert not set("<>&\u2028\u202e") & set(text)
+
+
+def test_a_run_without_a_finished_step_has_no_report(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="has no finished step"):
+        write_report(run_dir)
