@@ -606,7 +606,7 @@ def _fingerprint(batch: PackedBatch) -> str:
     for name, column in sorted(batch.columns.items()):
         digest.update(name.encode())
         for part in (column.lengths, column.values):
-            digest.update(part.contiguous().view(torch.uint8).numpy())
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
