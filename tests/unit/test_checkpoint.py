@@ -366,6 +366,21 @@ def test_export_that_fails_costs_a_line_but_no_checkpoint(
     assert len(WARNINGS) == 1 and reason in WARNINGS[0] and "has no hf/" in WARNINGS[0]
 
 
+def test_export_that_is_too_slow_costs_a_line_but_not_the_run(run_dir: Path) -> None:
+    given_up = threading.Event()
+
+    def export(target: Path, saved: Path, share: ExportShare) -> bool:
+        while not share.stop():
+            assert not given_up.wait(0.01)
+        return False
+
+    saver = checkpointer(run_dir, export=export, timeout_s=0.5)
+    save(saver, FakeEngine(), 1)
+    assert (saver.saved_step, saver.failure, exported(run_dir, 1)) == (1, None, [])
+    (said,) = WARNINGS
+    assert "has no hf/ (training waited for it for 0.5 s, checkpoint.timeout_s); a resume adds it" in said
+
+
 def test_next_start_removes_what_an_interrupted_export_left(run_dir: Path) -> None:
     save(checkpointer(run_dir), FakeEngine(), 1)
     half = run_dir / "checkpoints" / "step_000001" / ".hf.tmp"

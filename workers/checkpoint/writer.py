@@ -321,6 +321,7 @@ class Checkpointer:
         self._writer = CheckpointWriter(directory, facts, group=self._group, timeout_s=config.timeout_s)
         self._copy = HostCopy(device)
         self._thread: threading.Thread | None = None
+        self._export_is_late = threading.Event()
         self._step = 0
         self._stalled_s = 0.0
         self._warned = False
@@ -356,7 +357,8 @@ class Checkpointer:
         self._stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError at the deadline."""
+        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError at the deadline; an
+        export that is late then is left out."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -402,6 +404,7 @@ class Checkpointer:
         self._copy.close()
 
     def _start_thread(self, work: Callable[[], None]) -> None:
+        self._export_is_late.clear()
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -410,7 +413,13 @@ class Checkpointer:
         while thread.is_alive():
             self._waits()
             thread.join(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
-            if thread.is_alive() and time.monotonic() >= deadline:
+            if not thread.is_alive() or time.monotonic() < deadline:
+                continue
+            if self.saved_step == self._step and not self._export_is_late.is_set():
+                # Only `hf/` is missing; it has as long again to come to the end of a piece.
+                self._export_is_late.set()
+                deadline += self._config.timeout_s
+            else:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} is not written after {self._config.timeout_s:g} s "
                     f"(checkpoint.timeout_s); check whether the file system responds"
@@ -443,9 +452,12 @@ class Checkpointer:
         assert self._export is not None
         try:
             with self._timeline.span("write export", step=step):
-                if self._writer.write_export(checkpoint, self._export, stop=self._stopping):
+                if self._writer.write_export(
+                    checkpoint, self._export, stop=lambda: self._stopping() or self._export_is_late.is_set()
+                ):
                     return
-                why = "the run was stopped"
+                late = f"training waited for it for {self._config.timeout_s:g} s, checkpoint.timeout_s"
+                why = late if self._export_is_late.is_set() else "the run was stopped"
         except CheckpointError as error:
             why = str(error)
         except Exception as error:  # thread boundary
