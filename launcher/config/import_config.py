@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from asyncflow.errors import ConfigError
-from launcher.config.load_config import read_yaml
+from launcher.config.load_config import flatten, read_yaml
 
 Found = dict[str, Any]
 """Their keys, dotted, and the values that a file gives."""
@@ -334,6 +334,8 @@ _COMPUTED = (
     _ACTOR + "optim.lr_warmup_steps", _ACTOR + "optim.lr_warmup_steps_ratio",
 )  # fmt: skip
 """Keys whose values are computed with."""
+_WHOLE = frozenset({*TRL, *VERL})
+"""Keys whose value may be a section of its own."""
 _REFERENCE = re.compile(
     r"\$\{(?:(?P<name>[\w.]+)|oc\.select:\s*(?P<selected>[\w.]+)\s*(?:,(?P<default>[^${}\[\]'\":&*!|>%@`]*))?)\}"
 )
@@ -357,13 +359,13 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
         ConfigError: the file cannot be read, is of neither system, or asks for what a run here would not do.
     """
     given = read_yaml(source).values
-    found = _dotted(given)
+    found = {key: _number(value) for key, value in flatten(given, whole=_WHOLE).items()}
     if not found:
         raise ConfigError(f"{source}: has no settings; give a GRPOConfig of TRL or a verl configuration")
     if any(key.startswith(("actor_rollout_ref.", "trainer.", "data.")) for key in found):
-        name, ours = "verl", _read_verl(found, source)
+        name, ours = "verl", _read_verl(found)
     elif sum(key in TRL for key in found) >= 2:
-        name, ours = "TRL", _read_trl(found, source)
+        name, ours = "TRL", _read_trl(found)
     else:
         raise ConfigError(
             f"{source}: {', '.join(list(found)[:3])}: neither keys of TRL's GRPOConfig nor of verl's trainer; give "
@@ -373,16 +375,6 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
         ours.set_value("steps", steps, "--steps")
         ours.to_fill = [key for key in ours.to_fill if key != "steps"]
     return _as_yaml(ours, source, name)
-
-
-def _dotted(section: Mapping[Any, Any], prefix: str = "") -> Found:
-    found: Found = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in (*TRL, *VERL):
-            found |= _dotted(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = _number(value)
-    return found
 
 
 def _number(value: Any) -> Any:
@@ -395,14 +387,10 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _convert(
-    found: Found, rules: Mapping[str, Rule], reasons: Mapping[str, str], ignored: Callable[[str, Any], bool]
-) -> Ours:
-    """Convert all keys that stand for themselves. Raises ConfigError for those that are refused."""
+def _convert(found: Found, rules: Mapping[str, Rule], reasons: Mapping[str, str], defaults: Found, system: str) -> Ours:
+    """Convert all keys that stand for themselves, and their defaults. Raises ConfigError for those that are refused."""
     ours, refused = Ours(), []
     for key, value in found.items():
-        if ignored(key, value):
-            continue
         rule = rules.get(key)
         if isinstance(rule, Same):
             if value is not None:
@@ -420,6 +408,10 @@ def _convert(
             ours.leave_out(key, value, why)
     if refused:
         raise ConfigError(f"{'; '.join(refused)}; take it out, and set what is meant in the new file")
+    for key, value in defaults.items():
+        rule = rules[key]
+        if isinstance(rule, Same) and rule.ours not in ours.values:
+            ours.set_value(rule.ours, value, f"{key}, {system}'s default")
     return ours
 
 
@@ -453,16 +445,11 @@ def _whole(key: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def _read_trl(found: Found, source: Path) -> Ours:
-    ours = _convert(found, TRL, _TRL_LEFT, lambda key, value: False)
-    for key, value in _TRL_DEFAULTS.items():
-        rule = TRL[key]
-        if isinstance(rule, Same) and rule.ours not in ours.values:
-            ours.set_value(rule.ours, value, f"{key}, TRL's default")
+def _read_trl(found: Found) -> Ours:
+    ours = _convert(found, TRL, _TRL_LEFT, _TRL_DEFAULTS, "TRL")
     _check_computed(found)
     get = (_TRL_DEFAULTS | {key: value for key, value in found.items() if value is not None}).get
-    num_processes = 1
-    _trl_batches(ours, get, num_processes)
+    _trl_batches(ours, get)
     _trl_loss(ours, get)
     _trl_schedule_of_lr(ours, get)
     if get("bf16", True):
@@ -481,17 +468,18 @@ def _read_trl(found: Found, source: Path) -> Ours:
     if str(get("save_strategy", "steps")) == "no":
         ours.set_value("checkpoint.interval", 0, "save_strategy")
     _set_loggers(ours, get("report_to"), "report_to")
-    _set_roles(ours, 2, "the smallest", "vllm.tensor_parallel_size")
+    _set_roles(ours, 2, "the smallest")
     return ours
 
 
-def _trl_batches(ours: Ours, get: Callable[..., Any], num_processes: int) -> None:
+def _trl_batches(ours: Ours, get: Callable[..., Any]) -> None:
+    # Of one process: how many there are, the file does not say.
     per_device = _whole("per_device_train_batch_size", get("per_device_train_batch_size"))
     accumulated = _whole("gradient_accumulation_steps", get("gradient_accumulation_steps"))
     group = _whole("num_generations", get("num_generations"))
-    update = per_device * accumulated * num_processes
+    update = per_device * accumulated
     per_generation = get("steps_per_generation") or accumulated
-    completions = get("generation_batch_size") or per_device * num_processes * per_generation
+    completions = get("generation_batch_size") or per_device * per_generation
     if completions % group or completions % update:
         raise ConfigError(
             f"num_generations: {group} does not divide the {completions} completions of a generation step, or an "
@@ -612,20 +600,16 @@ def _trl_rewards(ours: Ours, get: Callable[..., Any]) -> None:
         ours.to_fill.append("reward.function")
 
 
-def _read_verl(found: Found, source: Path) -> Ours:
+def _read_verl(found: Found) -> Ours:
     found = {key: value for key, value in found.items() if not key.endswith("_target_") and value != "???"}
     values = {key: _resolved(key, found) for key in found}
     found = {key: value for key, value in values.items() if value is not _ELSEWHERE}
     _check_computed(found)
-    given = dict(found)
-    ours = _convert(found, VERL, _VERL_LEFT, lambda key, value: value is None or value in ({}, []))
-    for key, value in _VERL_DEFAULTS.items():
-        rule = VERL[key]
-        if isinstance(rule, Same) and rule.ours not in ours.values:
-            ours.set_value(rule.ours, value, f"{key}, verl's default")
-    get = (_VERL_DEFAULTS | given).get
+    given = {key: value for key, value in found.items() if value not in (None, {}, [])}
+    ours = _convert(given, VERL, _VERL_LEFT, _VERL_DEFAULTS, "verl")
+    get = (_VERL_DEFAULTS | found).get
     _verl_algorithm(ours, get)
-    _verl_data(ours, get, source)
+    _verl_data(ours, get)
     _verl_training(ours, get)
     name = str(get(_ROLLOUT + "name"))
     if name not in ("vllm", "hf"):
@@ -643,7 +627,7 @@ def _read_verl(found: Found, source: Path) -> Ours:
     devices = _whole("trainer.nnodes", get("trainer.nnodes")) * _whole(
         "trainer.n_gpus_per_node", get("trainer.n_gpus_per_node")
     )
-    _set_roles(ours, devices, f"{devices} devices, which share all roles in verl", "vllm.tensor_parallel_size")
+    _set_roles(ours, devices, f"{devices} devices, which share all roles in verl")
     return ours
 
 
@@ -746,7 +730,7 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
         raise _refuse("algorithm.gamma", get("algorithm.gamma"), f"{estimator} has one reward a response: 1")
 
 
-def _verl_data(ours: Ours, get: Callable[..., Any], source: Path) -> None:
+def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     files = _texts("data.train_files", get("data.train_files"))
     if len(files) == 1:
         ours.set_value("data.path", str(Path(files[0]).expanduser()), "data.train_files")
@@ -835,8 +819,8 @@ def _set_loggers(ours: Ours, named: Any, key: str) -> None:
         ours.set_value("loggers", known, key)
 
 
-def _set_roles(ours: Ours, devices: int, origin: str, width: str) -> None:
-    tensor = _whole("tensor_parallel_size", ours.values.get(width, 1))
+def _set_roles(ours: Ours, devices: int, origin: str) -> None:
+    tensor = _whole("tensor_parallel_size", ours.values.get("vllm.tensor_parallel_size", 1))
     roles = {"rollout": max(1, devices // 2 // tensor), "actor": max(1, devices // 2)}
     if ours.values.get("algorithm.name") == "ppo":
         roles["critic"] = roles["actor"] = max(1, devices // 4)

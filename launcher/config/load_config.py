@@ -90,6 +90,18 @@ def read_yaml(path: Path) -> YamlFile:
     return YamlFile(path, values, root)
 
 
+def flatten(section: Mapping[Any, Any], *, whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by dotted key; empty sections, and those named in `whole`, are values."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in whole:
+            flat |= flatten(value, whole=whole, prefix=f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
 def parse_value(text: str, option: str) -> Any:
     """Parse one command-line value as YAML; `option` names it in errors."""
     try:

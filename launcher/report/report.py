@@ -108,7 +108,7 @@ def samples_text(
     if not lines:
         named = str(first) if first == last else f"{first}-{last}"
         raise ConfigError(f"--step: {named} has no samples; there are steps {there[0]} to {there[-1]}")
-    chosen = [line for line in lines if group in (None, line["group"]) and _has(line, search)]
+    chosen = [line for line in lines if group in (None, line["group"]) and has_text(line, search)]
     if not chosen:
         what = f"--group: {group}" if group is not None else f"--search: {search!r}"
         raise ConfigError(
@@ -124,10 +124,12 @@ def samples_text(
     return "\n".join(map(_text, shown)) + f"\n{_RULE}\n{len(shown)} of {len(chosen)} rollouts kept of {where}"
 
 
-def _has(line: dict[str, Any], search: str) -> bool:
-    texts = (line["prompt"], line["response"], line.get("ground_truth"), line.get("conversations"))
+def has_text(line: Mapping[str, Any], search: str) -> bool:
+    """Return whether a rollout's prompt, response, ground truth or conversations have a text, in any case."""
+    wanted = search.casefold()
+    texts = (line.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
     return not search or any(
-        search.lower() in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).lower()
+        wanted in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).casefold()
         for text in texts
         if text
     )

@@ -16,7 +16,7 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
-from launcher.config.load_config import read_yaml
+from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import table
 from launcher.process.run_events import DONE, RESUMABLE
 from launcher.report.report import plain, read_curves
@@ -113,8 +113,8 @@ def diff_text(runs: Sequence[Path]) -> str:
     Raises:
         ConfigError: one of them is not a run, or has no finished step.
     """
-    names = run_names(runs)
-    differences = setting_differences([_settings_of(run) for run in runs])
+    names = run_names(check_runs(runs))
+    differences = setting_differences([read_yaml(run / CONFIG_FILE).values for run in runs])
     rows: list[tuple[str, ...]] = [("SETTING", *names), *((key, *values) for key, values in differences)]
     text = table(rows) if differences else "The settings are the same."
     curves = [read_curves(run) for run in runs]
@@ -136,7 +136,7 @@ _ABSENT = object()
 
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return the keys in which configurations differ, each with the value of every one, shortened; -: it has none."""
-    flat = [_flat(one) for one in settings]
+    flat = [flatten(one) for one in settings]
     rows = []
     for key in sorted({key for one in flat for key in one}):
         values = [one.get(key, _ABSENT) for one in flat]
@@ -145,21 +145,12 @@ def setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str
     return rows
 
 
-def _settings_of(run: Path) -> Mapping[str, Any]:
-    if not (run / CONFIG_FILE).is_file():
-        raise ConfigError(f"RUN: {run} is not a run directory; name one, e.g. of `asyncflow ls`")
-    values: Mapping[str, Any] = read_yaml(run / CONFIG_FILE).values
-    return values
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def check_runs(runs: Sequence[Path]) -> Sequence[Path]:
+    """Return the directories. Raises ConfigError if one is no run's."""
+    for run in runs:
+        if not (run / CONFIG_FILE).is_file():
+            raise ConfigError(f"RUN: {run} is not a run directory; name one, e.g. of `asyncflow ls`")
+    return runs
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:

@@ -12,7 +12,6 @@ with it. One thread at a time asks for `samples` and `account`, and one for ever
 """
 
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -44,6 +43,7 @@ from asyncflow.run_files import (
 from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
+from launcher.report.report import has_text
 from launcher.run.rundir import read_plan
 from launcher.run.several_runs import LogFile, end_state
 from launcher.run.status import RunEnd, RunStatus, is_live
@@ -285,17 +285,6 @@ class SampleIndex:
                     yield {**_json_object(files[number].readline()), "file": paths[number].stem}
                 except (OSError, *UNREADABLE):
                     continue  # it was cut since
-
-
-def has_text(row: Mapping[str, Any], search: str) -> bool:
-    """Return whether a rollout's texts have another one, in any case."""
-    wanted = search.casefold()
-    texts = (row.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
-    return any(
-        wanted in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).casefold()
-        for text in texts
-        if text
-    )
 
 
 def _is_inside(path: Path, run_dir: Path) -> bool:

@@ -26,7 +26,7 @@ from aiohttp import web
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
 from launcher.run.rundir import running_launcher
-from launcher.run.several_runs import run_names, setting_differences
+from launcher.run.several_runs import check_runs, run_names, setting_differences
 from launcher.view.run_reader import Have, RunReader
 
 PAGE = Path(__file__).parent / "page"
@@ -190,14 +190,6 @@ def _json(value: Mapping[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def check_runs(run_dirs: Sequence[Path]) -> list[Path]:
-    """Return the directories, absolute. Raises ConfigError if one is no run's."""
-    for path in run_dirs:
-        if not (path / CONFIG_FILE).is_file():
-            raise ConfigError(f"RUN: {path} is not a run directory; name one, e.g. of `asyncflow ls`")
-    return [path.resolve() for path in run_dirs]
-
-
 def serve_view(run_dirs: Sequence[Path], *, port: int, control: bool, say: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C, and say its address once it answers.
 
@@ -208,7 +200,7 @@ def serve_view(run_dirs: Sequence[Path], *, port: int, control: bool, say: Calla
         ConfigError: one is no run's directory, or the port is taken.
     """
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(check_runs(run_dirs), port, control, say))
+        asyncio.run(_serve([path.resolve() for path in check_runs(run_dirs)], port, control, say))
 
 
 async def _serve(run_dirs: Sequence[Path], port: int, control: bool, say: Callable[[str], None]) -> None:
