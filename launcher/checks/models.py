@@ -101,6 +101,11 @@ def check_positions(config: RunConfig) -> None:
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
     _check_rotary(config)
+    if config.algorithm.is_supervised and limit is not None and prompt > limit:
+        raise ConfigError(
+            f"data.max_prompt_tokens: {prompt} is more than the model's {limit} positions (max_position_embeddings); "
+            f"set it to {limit} or less"
+        )
     for section, sampling in config.generating().items():
         engine, response = sampling.engine, sampling.max_response_tokens
         if engine == "sim" or limit is None:

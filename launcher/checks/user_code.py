@@ -119,6 +119,8 @@ def try_users_code(
     `row`, `shown`: the first prompt, as the data has it and as the model gets it; None: prompts are fed.
     """
     try_functions(config, here)
+    if row is not None and row.completion is not None:
+        return  # SFT: there is no response to reward
     if row is not None and shown is not None and here(_scoring_role(config)):
         try_rewards(config, row, shown)
     if row is not None and here("rollout"):

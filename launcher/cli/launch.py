@@ -6,17 +6,20 @@ AsyncFlow's own modules, except the errors, are imported inside functions, so th
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 import click
 
+from asyncflow.errors import ConfigError
 from launcher.request.exits import OneLineCommand, errors_as_exits, prepare_streams
 
+_SFT_QUICKSTART = "quickstart-sft-cpu"
 EPILOG = """Without CONFIG the packaged quickstart runs, or with --resume the run's own configuration.
 Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."""
 
 
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
-@click.argument("config", required=False)
+@click.argument("config", nargs=-1, metavar="[sft] [CONFIG]")
 @click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2; auto:14 plans.")
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--run-dir", metavar="DIR", help="Run directory.  [default: runs/NAME-TIMESTAMP]")
@@ -32,7 +35,7 @@ Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped
 )
 @click.version_option(package_name="asyncflow-rl")
 def launch(
-    config: str | None,
+    config: tuple[str, ...],
     *,
     roles: str | None,
     overrides: tuple[str, ...],
@@ -46,7 +49,8 @@ def launch(
 ) -> None:
     """Train a language model with asynchronous RL.
 
-    CONFIG: a YAML file, or the name of a packaged recipe.
+    CONFIG: a YAML file, or the name of a packaged recipe. With sft in front of it, the run is supervised fine-tuning
+    (algorithm.name sft), whose checkpoint an RL run can start from.
     """
     started_at = time.time()
     prepare_streams()
@@ -54,9 +58,10 @@ def launch(
     from launcher.request.request import Request
 
     with errors_as_exits():
+        source, overrides = _source(config, overrides, resumes=resume is not None)
         place = find_place(nnodes, node_rank, head, os.environ)
         request = Request(
-            config=config,
+            config=source,
             roles=roles,
             overrides=overrides,
             run_dir=run_dir,
@@ -73,6 +78,18 @@ def launch(
             return
         exit_code = accepted.start(started_at)
     sys.exit(exit_code)
+
+
+def _source(words: Sequence[str], overrides: tuple[str, ...], *, resumes: bool) -> tuple[str | None, tuple[str, ...]]:
+    """Return CONFIG, if it is given, and the overrides, with the one that `sft` in front of it stands for."""
+    supervised = words[:1] == ("sft",)
+    rest = words[supervised:]
+    if len(rest) > 1:
+        raise ConfigError(f"Got unexpected extra argument ({rest[1]}); see asyncflow-launch --help")
+    if not supervised:
+        return (rest[0] if rest else None), overrides
+    default = None if resumes else _SFT_QUICKSTART
+    return (rest[0] if rest else default), ("algorithm.name=sft", *overrides)
 
 
 if __name__ == "__main__":

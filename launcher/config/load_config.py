@@ -390,7 +390,6 @@ def _description(keys: Sequence[str | int]) -> str:
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
-_REQUIRED_ROLES = ("rollout", "actor")
 _EXAMPLE = "rollout:8,actor:4,ref:2"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
@@ -433,7 +432,9 @@ def load_config(
     _default_staleness(values, options)
     origins = Origins(file, options)
     config = _validate(values, origins, beside=Path.cwd() if "code_directory" in options else source.parent)
-    resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
+    users = [task.own_role for task in config.tasks]
+    generates = not config.algorithm.is_supervised
+    resolved: dict[str, Any] = {"roles": check_roles(config.roles, users, generates=generates)}
     for name in _PATHS:
         resolved[name] = _located(getattr(config, name), name, source, options)
     data: DataConfig = resolved["data"]
@@ -473,11 +474,13 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
         if not _WHOLE_NUMBER.fullmatch(count):
             raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2")
         roles[role] = int(count)
-    return check_roles(roles, users)
+    return check_roles(roles, users, generates="rollout" in roles)
 
 
-def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[str, int]:
+def check_roles(roles: Mapping[str, int], users: Collection[str] = (), *, generates: bool = True) -> dict[str, int]:
     """Return `roles` with canonical names, in the order of `ROLES`, then of `users` (roles of user-defined tasks).
+
+    `generates`: the algorithm needs the role `rollout`.
 
     Raises:
         ConfigError: an unknown role (with the nearest name), too few ranks (0 leaves a role to processes outside, which
@@ -494,7 +497,7 @@ def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[s
                 f"roles: {name}:{count} must have at least 1 rank; give {name}:1 or more, or leave it out"
             )
         counts[role] = count
-    for role in _REQUIRED_ROLES:
+    for role in ("rollout", "actor") if generates else ("actor",):
         if role not in counts:
             raise ConfigError(f"roles: {role!r} is missing; add {role}:1 or more, e.g. --roles {_EXAMPLE}")
     return {role: counts[role] for role in dict.fromkeys((*ROLES, *users)) if role in counts}

@@ -35,6 +35,8 @@ AT_LOADING: Rules = {
     "timing; set schedule.mode to periodic or sync": lambda run: (
         run.deterministic and not run.schedule.mode.has_newest_weights
     ),
+    "data.completion_field: {data.completion_field!r} is for algorithm.name sft, and {algorithm.name} generates its "
+    "responses; leave it out": lambda run: run.data.completion_field is not None and not run.algorithm.is_supervised,
     "deterministic: true cannot be used with algorithm.group_filter, where which responses are generated together "
     "depends on timing; set algorithm.group_filter to null": lambda run: (
         run.deterministic and run.algorithm.filters_groups

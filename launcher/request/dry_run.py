@@ -110,7 +110,9 @@ def _how_many(checked: Preflight) -> str:
         return "processes outside put the prompts"
     if checked.num_prompts is None:
         return "tasks without an end"
-    return f"{checked.num_prompts:,} {'tasks' if checked.config.rollout.is_own else 'prompts'}"
+    config = checked.config
+    what = "tasks" if config.rollout.is_own else "rows" if config.algorithm.is_supervised else "prompts"
+    return f"{checked.num_prompts:,} {what}"
 
 
 def _first_prompt(checked: Preflight) -> str:
@@ -118,6 +120,8 @@ def _first_prompt(checked: Preflight) -> str:
     shown = checked.first_prompt
     if shown is None:
         return "FIRST PROMPT (fed during the run)"
+    if shown.num_trained:
+        return f"FIRST ROW ({shown.num_tokens} tokens, {shown.num_trained} of them trained)\n{_shown(shown.text)}"
     tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
     return f"FIRST PROMPT ({tokens}ground truth {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
 

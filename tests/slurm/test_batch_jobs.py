@@ -122,7 +122,6 @@ def test_signal_ahead_of_the_limit_saves_and_the_job_goes_on_by_itself(slurm: Lo
     check_ledger(slurm, run_dir, last=LAST)
 
 
-@pytest.mark.gate
 def test_signal_while_the_launcher_starts_costs_nothing(slurm: LocalSlurm, tmp_path: Path) -> None:
     """Nothing was saved, so the restart begins the run again, in the directory that is there already."""
     run_dir = tmp_path / "run"

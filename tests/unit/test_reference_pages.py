@@ -15,7 +15,7 @@ from weightsync.version import Version
 from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, ValueLoss
 from workers.engines.base import Generation, StepStats
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
-from workers.records.step_totals import UpdateTotals, numbers
+from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluation_line
 from workers.rollout.rollouts import single_turn
@@ -91,11 +91,14 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     records.update_made(1, 1, 1)
     records.write(step)
     records.close()
-    for name in ("metrics.jsonl", "updates.jsonl"):
-        assert set(json.loads((tmp_path / name).read_text())) == named_in(name) - {"NAME"}, name
+    written = {name: set(json.loads((tmp_path / name).read_text())) for name in ("metrics.jsonl", "updates.jsonl")}
+    supervised = StepTotals({"supervised": 1, "samples": 1, "loss/tokens": 1, "loss/cross_entropy": 1})
+    written["metrics.jsonl"] |= set(supervised.to_metrics())
+    for name, keys in written.items():
+        assert keys == named_in(name) - {"NAME"}, name
     lines = (TrainedLine, FilteredLine, DeadLetterLine)
-    written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
-    assert written == named_in("ledger.jsonl")
+    fields = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
+    assert fields == named_in("ledger.jsonl")
     drawn = Generation(0, torch.zeros(3), torch.zeros(3), torch.zeros(3), truncated=False)
     response = single_turn(torch.zeros(1), drawn)
     score = ScoredResponse("p", "r", "a", 1.0, correct=True)

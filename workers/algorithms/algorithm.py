@@ -28,8 +28,10 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import (
     BinaryDivergence,
     Clip,
+    CrossEntropy,
     DualClip,
     LossCounts,
+    MicroLoss,
     PolicyLoss,
     PolicyParts,
     PPOClip,
@@ -51,6 +53,7 @@ from workers.settings.algorithms import (
     PPOConfig,
     ReinforcePlusPlusConfig,
     RLOOConfig,
+    SFTConfig,
 )
 from workers.settings.dataflow import LOSS_WEIGHTS
 
@@ -122,7 +125,7 @@ class Algorithm(ABC, Generic[SettingsT]):
             responses=int((has_reward(batch) & begins_N).sum()),
         )
 
-    def loss(self, batch: PackedBatch, *, device: torch.device) -> PolicyLoss:
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> MicroLoss:
         """Return the loss of a micro-batch.
 
         Args:
@@ -529,3 +532,31 @@ def leave_one_out(reward_BG: Tensor) -> Tensor:
     others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
     others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
     return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()
+
+
+class SFT(Algorithm[SFTConfig]):
+    """Supervised fine-tuning: cross entropy on the completions, or the assistant's messages, that the data hold.
+
+    Loss: -log p, mean over the step's trained tokens, or per row and then over rows (`loss_normalization: sequence`).
+    """
+
+    per_sample = True
+
+    def clips(self) -> tuple[Clip, ...]:
+        return ()
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        raise AssertionError("nothing is rewarded")
+
+    def counts(self, batch: PackedBatch) -> LossCounts:
+        keep_N, begins_N = self._weights(batch) > 0, batch[ROW_BEGINS].values
+        number = int((keep_N & begins_N).sum())
+        return LossCounts(tokens=int(drawn(batch)[keep_N].sum()), sequences=number, responses=int(begins_N.sum()))
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> CrossEntropy:
+        """Return the loss of a micro-batch: samples with, optionally, `loss_weights`, one per row."""
+        (weight_A,) = to_device([self._token_weights(batch)], device)
+        return CrossEntropy(weight_A)
+
+    def _weights(self, batch: PackedBatch) -> Tensor:
+        return torch.ones(len(batch)) if LOSS_WEIGHTS not in batch.columns else batch[LOSS_WEIGHTS].values.float()

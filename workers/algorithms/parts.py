@@ -415,6 +415,28 @@ class PolicyLoss:
 
 
 @dataclass
+class CrossEntropy:
+    """SFT's loss of one micro-batch: -log p of each trained token, times its weight; a `DivisibleLoss`."""
+
+    weight_A: Tensor  # each token's weight in the sum; 0 where masked
+    # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
+    # tokens that count: `tokens`, `cross_entropy` (nats), `entropy`.
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+        total = -(log_probs_A * self.weight_A).sum()
+        with torch.no_grad():
+            counts_A = (self.weight_A > 0).to(log_probs_A)
+            self.stats = {"cross_entropy": -(log_probs_A @ counts_A), "entropy": entropy_A.to(log_probs_A) @ counts_A}
+            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
+        return total
+
+    def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[CrossEntropy]":
+        """See `DivisibleLoss`."""
+        return [CrossEntropy(weight_A) for weight_A in torch.split(self.weight_A, [drawn for _, drawn in sizes])]
+
+
+@dataclass
 class ValueLoss:
     """The critic's loss of one micro-batch."""
 

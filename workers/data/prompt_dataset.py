@@ -37,6 +37,7 @@ from workers.data.prompt_rows import (
     plain_text,
     read_data,
 )
+from workers.data.supervised_rows import SupervisedTokens, TokenizedRow
 from workers.data.task_source import TaskSource
 from workers.data.tokenizer import PROBES, load_tokenizer, missing_chat_template, says_all
 from workers.settings.data import BLOCK, DataConfig
@@ -59,6 +60,7 @@ class Prompt:
     text: str  # what was tokenized, with templates applied
     task: str = ""  # the whole row as JSON text; may be "" if no user rollout or reward receives it
     source: str = ""
+    mask: Tensor | None = None  # SFT: uint8 [P], 1: a token that is trained; None: a response is generated
 
 
 class Prompts(Protocol):
@@ -113,6 +115,9 @@ class PromptTokens:
         self._model_dir = model_dir
         if self._chat and not self._tokenizer.chat_template:
             raise missing_chat_template(model_dir)
+        self._supervised = None
+        if config.completion_field is not None:
+            self._supervised = SupervisedTokens(config, model_dir=model_dir, tokenizer=self._tokenizer)
 
     def tokenize_rows(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
         texts = [self._render_row(row) for row in rows]
@@ -121,6 +126,12 @@ class PromptTokens:
         if self.own_rollout:
             tokens = [ids or [self._tokenizer.eos_token_id or 0] for ids in tokens]
         return texts, tokens
+
+    def make_rows(self, rows: Sequence[PromptRow]) -> list[TokenizedRow]:
+        """Tokenize rows, those of SFT with their completions. Raises ConfigError as `SupervisedTokens` does."""
+        if self._supervised is not None:
+            return [self._supervised.tokenize_row(row) for row in rows]
+        return [TokenizedRow(text, tokens) for text, tokens in zip(*self.tokenize_rows(rows), strict=True)]
 
     def _compare_tokens(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         """Refuse a transformers tokenizer that differs from tokenizer.json, which was checked before the start."""
@@ -146,7 +157,7 @@ class PromptTokens:
 
     def check_end(self, row: PromptRow, tokens: Sequence[int]) -> None:
         """Raise ConfigError for a prompt, made during the run, that ends with a token that ends responses."""
-        if not self.own_rollout and tokens[-1] in eos_token_ids(self._model_dir):
+        if not self.own_rollout and row.completion is None and tokens[-1] in eos_token_ids(self._model_dir):
             end = f"{self._tokenizer.convert_ids_to_tokens(tokens[-1])} ({tokens[-1]})"
             raise ending_text(row.describe_place(self.config), end)
 
@@ -187,8 +198,8 @@ class PromptDataset:
         self._config = config
         self._seed = seed
         maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout, tokenizer=tokenizer)
-        texts, tokens = maker.tokenize_rows(rows)
-        kept = [i for i, row in enumerate(rows) if maker.row_fits(row, len(tokens[i]))]
+        made = maker.make_rows(rows)
+        kept = [i for i, row in enumerate(rows) if maker.row_fits(row, len(made[i].tokens))]
         self.num_skipped = len(rows) - len(kept)
         left = Counter(rows[i].part for i in kept)
         check_left(rows, left, config)
@@ -199,9 +210,11 @@ class PromptDataset:
                 "%d of %d prompts are longer than data.max_prompt_tokens = %d and are skipped",
                 self.num_skipped, len(rows), config.max_prompt_tokens,
             )  # fmt: skip
-        self._texts = [texts[i] for i in kept]
+        self._texts = [made[i].text for i in kept]
         self._ground_truths = [rows[i].ground_truth for i in kept]
-        self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
+        self._tokens = [np.asarray(made[i].tokens, dtype=np.int32) for i in kept]
+        masks = (made[i].mask for i in kept)
+        self._masks = [None if mask is None else np.asarray(mask, dtype=np.uint8) for mask in masks]
         self._tasks = [rows[i].task if with_tasks else "" for i in kept]
         names = config.source_names or ("",)
         self._sources = [names[rows[i].part] for i in kept]
@@ -220,8 +233,11 @@ class PromptDataset:
 
     def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
         tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
-        task, truth = self._tasks[position], self._ground_truths[position]
-        return Prompt(tokens, truth, epoch, position, self._texts[position], task, self._sources[position])
+        task, truth, mask = self._tasks[position], self._ground_truths[position], self._masks[position]
+        return Prompt(
+            tokens, truth, epoch, position, self._texts[position], task, self._sources[position],
+            mask=None if mask is None else torch.from_numpy(mask),
+        )  # fmt: skip
 
     def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
@@ -249,10 +265,10 @@ class SourcePrompts:
         """Make a task; raises UserCodeFailed if the source fails, ConfigError if the task lacks a field or is
         too long."""
         row = self._source.read_row(position)
-        (text,), (tokens,) = self._tokens.tokenize_rows([row])
-        self._tokens.row_fits(row, len(tokens))
-        self._tokens.check_end(row, tokens)
-        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
+        (made,) = self._tokens.make_rows([row])
+        self._tokens.row_fits(row, len(made.tokens))
+        self._tokens.check_end(row, made.tokens)
+        return _prompt(row, made, epoch, position)
 
     def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
@@ -260,6 +276,12 @@ class SourcePrompts:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _prompt(row: PromptRow, made: TokenizedRow, epoch: int, position: int) -> Prompt:
+    tokens = torch.tensor(made.tokens, dtype=torch.int64)
+    mask = None if made.mask is None else torch.tensor(made.mask, dtype=torch.uint8)
+    return Prompt(tokens, row.ground_truth, epoch, position, made.text, row.task, mask=mask)
 
 
 class FedPrompts:
@@ -282,8 +304,8 @@ class FedPrompts:
         return divmod(group, fed.num_rows) if fed.ended else (0, group)
 
     def prompt_at(self, position: int, *, epoch: int = 0) -> Prompt:
-        (row,), (text,), (tokens,) = self._tokenize_rows([self.rows.read_row(position)])
-        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
+        ((row, made),) = self._tokenize_rows([self.rows.read_row(position)])
+        return _prompt(row, made, epoch, position)
 
     def prompt_of_group(self, group: int) -> Prompt:
         epoch, position = self.place(group)
@@ -297,18 +319,18 @@ class FedPrompts:
     def close(self) -> None:
         self.rows.close()
 
-    def _tokenize_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptRow], list[str], list[list[int]]]:
+    def _tokenize_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[PromptRow, TokenizedRow]]:
         config, own_rollout = self._tokens.config, self._tokens.own_rollout
-        made = [
+        given = [
             as_row(dict(fields), number, config, own_rollout=own_rollout, where=config.place(number))
             for number, fields in enumerate(rows, start=1)
         ]
         with self._lock:
-            texts, tokens = self._tokens.tokenize_rows(made)
-        for row, ids in zip(made, tokens, strict=True):
-            self._tokens.row_fits(row, len(ids))
-            self._tokens.check_end(row, ids)
-        return made, texts, tokens
+            made = self._tokens.make_rows(given)
+        for row, one in zip(given, made, strict=True):
+            self._tokens.row_fits(row, len(one.tokens))
+            self._tokens.check_end(row, one.tokens)
+        return list(zip(given, made, strict=True))
 
 
 class Mixture:

@@ -33,7 +33,7 @@ from workers.settings.run import RunConfig
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 
-Message = dict[str, str]  # `role` and `content`
+Message = dict[str, Any]  # `role` and `content`, which are texts, and what else the template reads
 _ABSENT: Any = object()
 
 
@@ -47,6 +47,8 @@ class PromptRow:
     line: int  # 1-based line of a JSONL file, otherwise the 1-based row number, or the index of the task
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, in file order
     part: int = 0  # index of the source within the mixture
+    # For SFT: the messages or the text that is trained after the prompt; None: a response is generated.
+    completion: str | list[Message] | None = None
 
     def describe_place(self, config: DataConfig) -> str:
         """Return the row's location, for messages."""
@@ -265,12 +267,13 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
             f"{row.describe_place(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
         )
     of_source = config.source is not None  # never skipped: its group would have no prompt
+    what = "prompt" if row.completion is None else "row"
     if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
-        advice = "shorten the prompt, or set data.overlong to skip"
+        advice = f"shorten the {what}, or set data.overlong to skip"
         if of_source:
-            advice = "or shorten the prompt" if config.is_feed else "or have the source make shorter ones"
+            advice = f"or shorten the {what}" if config.is_feed else "or have the source make shorter ones"
         raise ConfigError(
-            f"{row.describe_place(config)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
+            f"{row.describe_place(config)}: the {what} has {num_tokens} tokens, more than data.max_prompt_tokens "
             f"= {config.max_prompt_tokens}; raise that, {advice}"
         )
     return num_tokens <= config.max_prompt_tokens
@@ -313,7 +316,36 @@ def as_row(
             for name in (config.prompt_field, config.ground_truth_field)
         )
         return PromptRow(prompt, ground_truth, line, fields, part)
+    if config.completion_field is not None:
+        given, completion = _prompt_and_completion(fields, config, where)
+        return PromptRow(given, "", line, fields, part, completion)
     return PromptRow(*_prompt_and_ground_truth(fields, config, where), line, fields, part)
+
+
+def _prompt_and_completion(
+    row: dict[str, Any], config: DataConfig, where: str
+) -> tuple[str | list[Message], str | list[Message]]:
+    """Return what is given and what is trained; of a whole conversation nothing is given."""
+    name = config.completion_field
+    assert name is not None, "the caller looked"
+    completion = field_of(row, name)
+    if completion is _ABSENT:
+        found = ", ".join(sorted(_paths_of(row))) or "none"
+        raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.completion_field to the right one")
+    if isinstance(completion, list):
+        completion = _messages(completion, name, config, where)
+        if not any(one["role"] == "assistant" for one in completion):
+            raise ConfigError(f"{where}: {name!r} has no message of the assistant, so nothing is trained; remove it")
+        if completion[0]["role"] != "assistant":
+            return [], completion
+    elif type(completion) is not str:
+        raise ConfigError(
+            f"{where}: {name!r} is {kind_of(completion)}; data.completion_field must name text or messages"
+        )
+    elif not completion.strip():
+        raise ConfigError(f"{where}: {name!r} is empty, so nothing is trained; remove the row")
+    prompt, _ = _prompt_and_ground_truth(row, config.model_copy(update={"ground_truth_field": None}), where)
+    return prompt, completion
 
 
 def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:
@@ -322,7 +354,16 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
     if prompt is _ABSENT or ground_truth is _ABSENT:
         _refuse_missing(row, where, config)
     if isinstance(prompt, list):
-        prompt = _messages(prompt, config, where)
+        prompt = _messages(prompt, config.prompt_field, config, where)
+        if prompt[-1]["role"] == "assistant":
+            raise ConfigError(
+                f"{where}: {config.prompt_field!r} ends with the assistant's message; end with a message for it to "
+                f"answer"
+            )
+        if not prompt[-1]["content"].strip():
+            raise ConfigError(
+                f"{where}: {config.prompt_field!r} ends with an empty message; remove the row or write a prompt"
+            )
     elif type(prompt) is not str:
         raise ConfigError(
             f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text or messages"
@@ -362,9 +403,9 @@ def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:
     return value
 
 
-def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Message]:
+def _messages(messages: list[Any], field_name: str, config: DataConfig, where: str) -> list[Message]:
     """Check messages and join contents that consist of parts (`{type: text, text: ...}`)."""
-    what = f"{where}: {config.prompt_field!r}"
+    what = f"{where}: {field_name!r}"
     if not config.chat_template:
         raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
     joined = [{**one, "content": _content(one.get("content"))} if isinstance(one, dict) else one for one in messages]
@@ -375,10 +416,6 @@ def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Messa
             f"{what} must be text, or messages with a role and a content that is text, or a list of parts of type "
             f"text; correct the row"
         )
-    if joined[-1]["role"] == "assistant":
-        raise ConfigError(f"{what} ends with the assistant's message; end with a message for it to answer")
-    if not joined[-1]["content"].strip():
-        raise ConfigError(f"{what} ends with an empty message; remove the row or write a prompt")
     return joined
 
 
@@ -443,6 +480,7 @@ class ShownPrompt:
     ground_truth: str
     num_tokens: int | None  # of `text`; None: the user's rollout function makes its own prompt
     num_kept: int | None = None  # how many prompts of the file are short enough; None: not all were checked
+    num_trained: int = 0  # of SFT's row: how many of its tokens are trained
 
 
 @dataclass(frozen=True)
@@ -465,10 +503,42 @@ def check_prompts(
     tokens or ones that the model lacks, loses characters or spaces, ends with a token that ends responses, or begins
     with BOS twice; or no response could end.
     """
+    if config.completion_field is not None:
+        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates, child=True) as tokenizer:
+            return _check_supervised(rows, config, tokenizer)
     if tokenizer is None:
         with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
             return _check(rows, config, tokenizer)
     return _check(rows, config, tokenizer)
+
+
+def _check_supervised(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> ShownPrompt:
+    """Check rows of SFT, all of them for `overlong: reject`; return the first one."""
+    shown, left, rest, data = None, set[int](), iter(rows), config.model_dump(mode="json")
+    while chunk := list(islice(rest, CHUNK)):
+        plain = [
+            {"prompt": row.prompt, "ground_truth": "", "line": row.line, "part": row.part, "fields": dict(row.fields),
+             "completion": row.completion}
+            for row in chunk
+        ]  # fmt: skip
+        made = tokenizer.tokenize_supervised(data, plain)
+        samples = [_Sample(row, text, tokens) for row, (text, tokens, _) in zip(chunk, made, strict=True)]
+        kept = [sample for sample in samples if check_fit(sample.row, len(sample.tokens), config)]
+        _check_tokens(kept, config, tokenizer.model_dir)
+        if shown is None:
+            if (again := tokenizer.tokenize_supervised(data, plain)) != made:
+                place = next(row for row, one, other in zip(chunk, made, again, strict=True) if one != other)
+                raise ConfigError(
+                    f"data.chat_template: the chat template of {tokenizer.model_dir} renders "
+                    f"{place.describe_place(config)} differently each time; take out what it draws at random"
+                )
+            shown = ShownPrompt(made[0][0], "", len(made[0][1]), num_trained=sum(made[0][2]))
+        left |= {sample.row.part for sample in kept}
+        if len(left) == len(config.parts()) and config.overlong != "reject":
+            break
+    check_left(rows, left, config)
+    assert shown is not None, "there is a first row"
+    return shown
 
 
 def check_ends(config: DataConfig, tokenizer: ModelTokenizer) -> None:
@@ -509,8 +579,8 @@ def _samples(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenize
 
 def prompts_of(rows: Sequence[PromptRow], config: RunConfig) -> list[str | list[Message]]:
     """Return what a tokenizer makes prompts of: conversations with a chat template, otherwise texts; of an own rollout,
-    which makes its prompts itself, the tasks."""
-    if config.rollout.is_own:
+    which makes its prompts itself, and of SFT, whose rows are no prompts, the tasks."""
+    if config.rollout.is_own or config.algorithm.is_supervised:
         return [row.task for row in rows]
     if config.data.chat_template:
         return [conversation(row.prompt, config.data) for row in rows]

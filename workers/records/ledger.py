@@ -24,7 +24,8 @@ def ledger_lines(
     """Return one JSON object per group of a trained batch; see `workers.records.ledger_file.TrainedLine`.
 
     Args:
-        batch: columns `prompts`, `versions`, `epochs` and the sample columns; whole groups.
+        batch: columns `prompts`, `epochs`, the sample columns and, unless the data hold what is trained (SFT),
+            `versions`; whole groups.
         admitted_step: differs from `step` only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
         with_rewards: include column `rewards`, for a sampler; null: the reward failed.
@@ -32,9 +33,10 @@ def ledger_lines(
     rewards = batch["rewards"].values.tolist() if with_rewards else []
     groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
     hashes = _token_hashes(batch, groups)
-    extremes = torch.stack(batch["versions"].extremes())
-    drew_N = batch["versions"].lengths > 0
-    oldest, newest = extremes.tolist()
+    oldest, newest, drew_N = [], [], [False] * len(batch)
+    if "versions" in batch.columns:
+        oldest, newest = torch.stack(batch["versions"].extremes()).tolist()
+        drew_N = (batch["versions"].lengths > 0).tolist()
     epochs = batch["epochs"].values
     lines = []
     for group, positions in groups.items():

@@ -296,7 +296,7 @@ class StepRecorder:
         # The ledger first: a step in metrics.jsonl always has its ledger lines.
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        failed = self._failed_rewards.add_step(int(totals["reward_failures"]), int(totals["samples"]))
+        failed = self._failed_rewards.add_step(int(totals.get("reward_failures", 0)), int(totals["samples"]))
         complaints = {
             "responses": record.totals.find_complaint(),
             "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",

@@ -18,10 +18,11 @@ from torch import Tensor
 from asyncflow.device import exact_dtype
 from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
-from workers.rows.packed_rows import responses_of
+from workers.rows.packed_rows import drawn_per_row, responses_of
 from workers.settings.dataflow import REWARD_PARTS, SOURCES
 
 _DIFFERENT = "different_response/"
+_LARGEST_EXPONENT = 700.0  # of a float's e^x
 # Sums of a loss from which other metrics are computed; every other sum is a metric under its own name, per token.
 _NO_METRICS = {"loss", "tokens", "ratio_squared", "return_squared", "error_squared"}
 
@@ -66,13 +67,21 @@ class StepTotals:
 
     def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
         """Count N >= 1 samples that `step` trains: columns `tokens rewards correct truncated versions`, optionally
-        `reward_parts sources`."""
+        `reward_parts sources`; of SFT, whose samples nobody drew, `tokens` and `response_mask`."""
+        if "versions" not in batch.columns:
+            self._add_lengths(batch, drawn_per_row(batch).double())
+            self.add_to_sum("supervised", len(batch))
+            self.staleness_max = max(self.staleness_max, 0)
+            if SOURCES in batch.columns:
+                for source in batch[SOURCES].texts():
+                    self.add_to_sum(f"source/{source}/samples", 1)
+            return
         lengths = batch["versions"].lengths.double()  # drawn tokens; a row without any is not stale
         oldest_N, _ = batch["versions"].extremes()
         staleness_N = (step - 1 - oldest_N) * (lengths > 0)  # `StalenessRule.age`
         has_reward = batch["rewards"].values.isfinite()
         rewards = batch["rewards"].values[has_reward].double()
-        self.add_to_sum("samples", len(batch))
+        self._add_lengths(batch, lengths)
         self.add_to_sum("scored", len(rewards))
         self.add_to_sum("reward", float(rewards.sum()))
         self.add_to_sum("reward_squared", float((rewards**2).sum()))
@@ -80,22 +89,30 @@ class StepTotals:
         self.add_to_sum("failed_rollouts", int((lengths == 0).sum()))
         self.add_to_sum("failed_rewards", int((~has_reward & (lengths > 0)).sum()))
         self.add_to_sum("truncated", float(batch["truncated"].values.sum()))
-        self.add_to_sum("response_tokens", float(lengths.sum()))
-        self.add_to_sum("response_tokens_squared", float((lengths**2).sum()))
-        self.add_to_sum("tokens", float(batch["tokens"].lengths.sum()))
         self.add_to_sum("staleness", float(staleness_N.sum()))
         self.add_to_sum("late", len(batch) * (admitted_step < step))
         self.add_to_sum("early", len(batch) * (admitted_step > step))
         self._add_responses(batch)
-        for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
-            for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
-                self.add_to_sum(f"histogram/{name}/{value}", count)
+        self._add_histogram("reward", rewards)
+        self._add_histogram("staleness", staleness_N)
         parts = batch[REWARD_PARTS].objects() if REWARD_PARTS in batch.columns else [{}] * len(batch)
         for each in parts:
             self._add_means({f"reward/{name}_mean": value for name, value in each.items()})
         if SOURCES in batch.columns:
             self._add_sources(batch, parts)
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
+
+    def _add_lengths(self, batch: PackedBatch, lengths: Tensor) -> None:
+        """Count samples and their tokens; `lengths`: trained tokens of each, float64 [N]."""
+        self.add_to_sum("samples", len(batch))
+        self.add_to_sum("response_tokens", float(lengths.sum()))
+        self.add_to_sum("response_tokens_squared", float((lengths**2).sum()))
+        self.add_to_sum("tokens", float(batch["tokens"].lengths.sum()))
+        self._add_histogram("response_tokens", lengths)
+
+    def _add_histogram(self, name: str, values: Tensor) -> None:
+        for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
+            self.add_to_sum(f"histogram/{name}/{value}", count)
 
     def _add_responses(self, batch: PackedBatch) -> None:
         """Count responses that end at once, and the number of different responses, up to two."""
@@ -113,7 +130,7 @@ class StepTotals:
         """Return what is wrong with all responses of the step; "": nothing."""
         sums = defaultdict(float, self.sums)
         samples = int(sums["samples"])
-        if samples < 2:
+        if samples < 2 or self._is_supervised:
             return ""
         if sums["truncated"] == samples:
             return (
@@ -165,13 +182,24 @@ class StepTotals:
         """Return means and population deviations under their public names.
 
         Loss terms are means over the tokens whose loss counts, of all passes; rewards over the samples that have one;
-        everything else over all samples.
+        everything else over all samples. SFT has no rewards, responses and ages, and so none of their metrics.
         """
         sums = defaultdict(float, self.sums)  # in a critic-only step the policy has no loss
         samples, scored = sums["samples"], max(1.0, sums["scored"])
         tokens = max(1.0, sums["loss/tokens"])
         reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], scored)
         tokens_mean, tokens_std = _moments(sums["response_tokens"], sums["response_tokens_squared"], samples)
+        if self._is_supervised:
+            return {
+                **self._loss_means("loss"),
+                "perplexity": math.exp(min(_LARGEST_EXPONENT, sums["loss/cross_entropy"] / tokens)),
+                "response_tokens_mean": tokens_mean,
+                "response_tokens_std": tokens_std,
+                "samples": int(samples),
+                "train_tokens": int(sums["tokens"]),
+                "staleness_max": self.staleness_max,
+                **{name: int(value) for name, value in self.sums.items() if name.startswith("source/")},
+            }
         return {
             **self._loss_means("loss"),
             "reward_mean": reward_mean,
@@ -193,6 +221,10 @@ class StepTotals:
             **self._partial_means(),
             **{name: int(value) for name, value in self.sums.items() if name.startswith("source/")},
         }
+
+    @property
+    def _is_supervised(self) -> bool:
+        return "supervised" in self.sums
 
     @property
     def kl(self) -> float:

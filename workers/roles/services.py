@@ -29,6 +29,7 @@ from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.outside.run_client import Announcement
 from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
+from workers.rows.packed_rows import supervised_columns
 from workers.settings.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
@@ -91,6 +92,9 @@ class DatasetPrompts:
             "tasks": Column.of_texts([prompt.task for prompt in prompts]),
             "sources": Column.of_texts([prompt.source for prompt in prompts]),
         }
+        if prompts and prompts[0].mask is not None:
+            rows = [(prompt.tokens, prompt.mask) for prompt in prompts if prompt.mask is not None]
+            columns |= supervised_columns(rows)
         return {name: columns[name] for name in self._names}
 
     def draw_tasks(self, groups: Sequence[int], version: int) -> None:
@@ -234,7 +238,8 @@ def _first_state(context: WorkerContext) -> AdmissionState:
 def _saved_rows(context: WorkerContext) -> SavedRows | None:
     """Return the finished samples that a resumed run reuses; None: a fresh run, or all samples are generated again."""
     config, checkpoint = context.config, Path(context.job.resume_from)
-    if not context.job.resume_from or config.deterministic:  # reuse would change which responses share a batch
+    # Reuse would change which responses share a batch; and where nothing is generated, nothing can be reused.
+    if not context.job.resume_from or config.deterministic or config.algorithm.is_supervised:
         return None
     try:
         before = RunConfig.load(checkpoint)

@@ -69,6 +69,13 @@ def sample_columns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> di
     return dict(zip(SAMPLE_COLUMNS, (tokens, lengths, Column.of_rows(masks)), strict=True))
 
 
+def supervised_columns(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Column]:
+    """Return the sample columns of N >= 1 rows of SFT: tokens, int64 [T], and which are trained, uint8 [T], of each."""
+    tokens = Column.of_rows([row for row, _ in rows])
+    lengths = Column(tokens.lengths, torch.ones_like(tokens.lengths))
+    return dict(zip(SAMPLE_COLUMNS, (tokens, lengths, Column.of_rows([mask for _, mask in rows])), strict=True))
+
+
 def drawn_per_row(batch: PackedBatch) -> Tensor:
     """Return int32 [N]: the drawn tokens of each row; `batch`: column `response_mask`."""
     return _ones(batch["response_mask"].values, batch["response_mask"].lengths)

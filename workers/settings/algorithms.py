@@ -1,6 +1,7 @@
 """Settings of the algorithms: one class each, with its tasks and checks. Torch-free: `--dry-run` reads this.
 
 PolicyConfig            what every policy loss has
+  |- SFTConfig          no rollouts: the data hold what is trained
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting moves it into the reward
   |    |- DAPOConfig  ReinforcePlusPlusConfig  PPOConfig
   |    '- GroupConfig   rewards are compared within their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
@@ -21,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, fiel
 from asyncflow.errors import ConfigError
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from workers.settings.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+from workers.settings.dataflow import ACTOR_TRAIN, CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
 
 
 class OffPolicyConfig(Settings):
@@ -195,6 +196,11 @@ class PolicyConfig(Settings):
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy (section `critic`)."""
+        return False
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the data hold what is trained, so that nothing is generated and nothing is rewarded."""
         return False
 
     @property
@@ -484,6 +490,63 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
         return (*others, values, advantages, critic, train)
 
 
+class SFTConfig(PolicyConfig):
+    """Supervised fine-tuning: cross entropy on the completions, or the assistant's messages, that the data hold.
+
+    There is no role `rollout`: the queue hands the data's rows to the trainer (docs/sft.md). Of the settings that all
+    algorithms have, only `loss_normalization` applies.
+    """
+
+    implementation = "workers.algorithms.algorithm:SFT"
+    name: Literal["sft"] = "sft"
+    """Name of the algorithm."""
+    loss_normalization: Literal["token", "sequence"] = "token"
+    """`token`: mean over all trained tokens of the step; `sequence`: mean per row, then over rows."""
+
+    @model_validator(mode="after")
+    def _has_no_idle_setting(self) -> Self:
+        for name, field in PolicyConfig.model_fields.items():
+            # Defaults pass: a saved config.yaml contains them all.
+            if name not in ("name", "loss_normalization") and getattr(self, name) != field.get_default():
+                raise ValueError(f"{name} is for algorithms that generate; leave it out")
+        return self
+
+    @property
+    def min_group_size(self) -> int:
+        return 1
+
+    @property
+    def is_supervised(self) -> bool:
+        return True
+
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        inputs = ("prompts", *SAMPLE_COLUMNS, "epochs")
+        return (Task(name=ACTOR_TRAIN, role="actor", host="actor", inputs=inputs, outputs=(), whole_groups=True),)
+
+    def check(self, run: Any) -> None:
+        for key, given, wanted in (
+            ("schedule.n_samples_per_prompt", run.schedule.n_samples_per_prompt, 1),
+            ("rollout.temperature", run.rollout.temperature, 1.0),
+            ("actor.ppo_epochs", run.actor.ppo_epochs, 1),
+            ("actor.tri_model", run.actor.tri_model, False),
+            ("data.sampler", run.data.sampler, None),
+        ):
+            if given != wanted:
+                raise ConfigError(
+                    f"{key}: {given} cannot be used with algorithm.name sft, which generates nothing; "
+                    f"{'remove it' if wanted is None else f'set it to {str(wanted).lower()}'}"
+                )
+        if run.data.completion_field is None:
+            raise ConfigError(
+                "data.completion_field: null, but algorithm.name sft trains what the data hold; set it to the field of "
+                "the completion or of the conversation"
+            )
+        if run.rollout.is_own:
+            raise ConfigError(
+                f"{run.rollout.own_name}: cannot be used with algorithm.name sft, which generates nothing; remove it"
+            )
+
+
 # Section `algorithm`: its `name` chooses one of these classes.
 
 # Name -> settings, which name the class of the algorithm.
@@ -497,6 +560,7 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "cispo": CISPOConfig,
         "dppo": DPPOConfig,
         "ppo": PPOConfig,
+        "sft": SFTConfig,
     }
 )
 

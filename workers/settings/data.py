@@ -117,6 +117,10 @@ class DataConfig(HubPart):
     ground_truth_field: str | None = "answer"
     """Field that holds the ground truth (verl: `reward_model.ground_truth`), which is passed to the reward; null: there
     is none, and the reward needs none."""
+    completion_field: str | None = None
+    """For algorithm `sft`: field that holds what is trained (TRL: `completion`, `messages`; verl: `answer`): a text or
+    the assistant's messages that follow the prompt, or a whole conversation, whose assistant's messages are trained
+    (docs/sft.md)."""
     prompt_template: str = "{prompt}"
     """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False
@@ -130,7 +134,7 @@ class DataConfig(HubPart):
     """Named values for the chat template, e.g. `{enable_thinking: false}`; one that the template does not use is
     refused."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt (tokens)."""
+    """Longest prompt (tokens); for algorithm `sft`, which generates nothing, the longest row with its completion."""
     overlong: Literal["reject", "skip"] = "skip"
     """Prompts longer than `max_prompt_tokens`: `reject` refuses the run, `skip` counts them and continues. Those of a
     `source` are always refused."""

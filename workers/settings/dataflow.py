@@ -35,10 +35,10 @@ TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 TASKS = "tasks"
 # Also written by admission, for a mixture (`data.mixture`): the name of the row's source, for the metrics.
 SOURCES = "sources"
-# All columns that admission may write.
-ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
-# The generated samples; see `workers.rows.packed_rows`.
+# The samples that are trained; see `workers.rows.packed_rows`. Rollouts write them or, for SFT, admission.
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
+# All columns that admission may write.
+ADMITTED = frozenset({*PROMPT_COLUMNS, *SAMPLE_COLUMNS, TASKS, SOURCES})
 # Columns of AsyncFlow's own tasks with one value per drawn token.
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
 # Written by users' tasks: the weight of a response's loss, 0 to 1.

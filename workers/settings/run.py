@@ -113,7 +113,13 @@ class EvaluateConfig(HubPart):
         """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts"
         own = {name: getattr(self, name) for name in ("path", "source", "options", *HubPart.model_fields)}
-        changed: dict[str, Any] = {"mixture": (), "sampler": None, "sampler_options": {}, "shuffle": False}
+        changed: dict[str, Any] = {
+            "mixture": (),
+            "sampler": None,
+            "sampler_options": {},
+            "shuffle": False,
+            "completion_field": None,  # a response is generated and compared with the ground truth
+        }
         return data.model_copy(update={**own, **changed})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
@@ -281,6 +287,15 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[LoggerConfig, ...] = ()
     launcher: LauncherConfig = LauncherConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _generates_only_to_evaluate(cls, given: Any) -> Any:
+        # Without rollouts the section is only what evaluations inherit.
+        algorithm = given.get("algorithm") if isinstance(given, dict) else None
+        if isinstance(algorithm, dict) and algorithm.get("name") == "sft" and "rollout" not in given:
+            return {**given, "rollout": {"max_response_tokens": 1024}}
+        return given
 
     @property
     def start_timeout_s(self) -> float:

@@ -18,6 +18,7 @@ from workers.settings.dataflow import (
     PROMPT_COLUMNS,
     REWARD_PARTS,
     ROLES,
+    SAMPLE_COLUMNS,
     SCALAR_COLUMNS,
     SERVICES,
     SOURCES,
@@ -55,8 +56,10 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
 
 
 def prompt_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return what admission writes; for SFT the samples, too."""
     wanted = {TASKS: config.sends_tasks, SOURCES: bool(config.data.mixture)}
-    return (*PROMPT_COLUMNS, *(name for name, is_wanted in wanted.items() if is_wanted))
+    samples = SAMPLE_COLUMNS if config.algorithm.is_supervised else ()
+    return (*PROMPT_COLUMNS, *samples, *(name for name, is_wanted in wanted.items() if is_wanted))
 
 
 def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:

@@ -174,7 +174,8 @@ class Actor:
         """Check the staleness of a round and count its rows, once per replica."""
         if not (self._counts and len(batch)):
             return
-        check_staleness(batch, step=record.step, allowed=self._config.schedule.staleness)
+        if not self._config.algorithm.is_supervised:
+            check_staleness(batch, step=record.step, allowed=self._config.schedule.staleness)
         lines = ledger_lines(
             batch,
             step=record.step,
@@ -209,6 +210,8 @@ class Actor:
 
     def _too_many_failures(self, record: StepRecord) -> UserCodeFailed | None:
         """Return why the step must not be trained, identical on all ranks; collective."""
+        if self._config.algorithm.is_supervised:
+            return None
         rows, scored = sum_over_ranks(record.num_rows), sum_over_ranks(record.num_scored)
         rollouts, rewards = (sum_over_ranks(number) for number in record.num_failed)
         where, advice = f"step {record.step}", "correct that and resume"

@@ -141,8 +141,9 @@ class StepTrainer:
     def _open_move_probe(self) -> MoveProbe | None:
         schedule, engine = self._config.schedule, self._config.actor.engine
         policies = [one.engine for one in self._learners if one.model is TrainedModel.POLICY]
-        # Without staleness all tokens have age 0, which needs no measured move.
-        if not policies or not schedule.staleness_bound or engine == "sim":
+        # Without staleness all tokens have age 0, which needs no measured move; nor do tokens that nobody drew.
+        supervised = self._config.algorithm.is_supervised
+        if not policies or not schedule.staleness_bound or engine == "sim" or supervised:
             return None
         return MoveProbe(cast(TrainEngine, policies[0]))
 
@@ -219,8 +220,8 @@ class StepTrainer:
                     scored = self._tri_model.micro_step(
                         batch, one.drawn_by, step=record.step, updated=updated, device=self._context.device
                     )
-                # After an update the policy is not the version that the tokens' ages are counted from.
-                if batch is not None and not updated:
+                # After an update the policy is not the version that the tokens' ages are counted from; SFT has none.
+                if batch is not None and not updated and "rollout_log_probs" in batch.columns:
                     held = None if scored is None else scored.drew
                     comparison = Comparison.from_batch(batch, step=record.step, held=held)
             loss = learner.train(batch, self._context.device, scored, comparison)

@@ -9,6 +9,9 @@ const SECTIONS = [
     { title: "Reward", unit: "mean per response", figures: ["reward_mean"],
       says: "Should rise and then level off. Flat from the start: all responses of a group get the same reward, or the "
         + "learning rate is too small." },
+    { title: "Cross entropy", unit: "nats per trained token", figures: ["cross_entropy"],
+      says: "Of supervised fine-tuning: falls fast, then slowly. Near 0 on data that it has seen several times: it "
+        + "memorizes." },
     { title: "Held-out accuracy", unit: "share, with its 95 % interval", evaluation: ["accuracy"],
       says: "On prompts that are not trained on: the figure to trust. Two runs differ if their bands do not overlap." },
     { title: "Training accuracy", unit: "share of responses", figures: ["accuracy"],
@@ -62,7 +65,7 @@ const COLOURS = ["#2f6fb3", "#d9822b", "#2e9e6b", "#b8479d", "#7a5cd0", "#c23b3b
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const CARDS = [["reward_mean", "reward"], ["accuracy", "accuracy"], ["kl", "KL"], ["entropy", "entropy"],
   ["response_tokens_mean", "tokens per response"], ["staleness_mean", "staleness"], ["train_tokens_per_s", "tokens/s"],
-  ["step_time_s", "s per step"]];
+  ["step_time_s", "s per step"], ["perplexity", "perplexity"]];
 const PER_PAGE = 20, POLL_MS = 2000, FINISHED_POLL_MS = 10000;
 
 // Text

@@ -1,0 +1,201 @@
+"""What SFT trains of a row, against what the text says."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs
+from asyncflow.errors import ConfigError
+from tests.support.chat_templates import tokenizer as tokenizer_of_family
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import PromptRow, check_prompts, read_prompt_rows
+from workers.data.supervised_rows import SupervisedTokens, token_borders
+from workers.data.tokenizer import load_tokenizer
+from workers.settings.data import DataConfig
+
+QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
+# The quickstart's tokenizer knows digits, + and =, and <eos>.
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '=' + m.content + '<eos>' + '+' }}"
+    "{% else %}{{ '+' + m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '=' }}{% endif %}"
+)
+MARKED = PLAIN.replace(
+    "{{ '=' + m.content + '<eos>' + '+' }}", "{{ '=' }}{% generation %}{{ m.content }}{% endgeneration %}{{ '<eos>+' }}"
+)
+FORGETS = PLAIN.replace("m.content + '<eos>'", "(m.content if loop.last else '7') + '<eos>'")
+ENDLESS = PLAIN.replace(" + '<eos>' + '+'", "")
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(QUICKSTART, tmp_path / "model"))
+
+
+def trained(
+    model_dir: Path, row: dict[str, Any], template: str = "", *, checked: bool = False, **settings: Any
+) -> tuple[str, list[str]]:
+    """Return the text of a row's tokens, and the pieces of it that are trained, with their end tokens.
+
+    `checked`: by the checks before a start as well, which take a process.
+    """
+    if template:
+        (model_dir / "chat_template.jinja").write_text(template)
+    file = model_dir / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    config = DataConfig.model_validate({"path": str(file), "chat_template": bool(template), **settings})
+    rows = read_prompt_rows(file, config)
+    if checked:
+        check_prompts(rows, config, model_dir=model_dir)
+    prompt = PromptDataset(rows, config, model_dir=model_dir, seed=0).prompt_at(0)
+    assert prompt.mask is not None
+    assert prompt.mask.shape == prompt.tokens.shape
+    tokenizer = load_tokenizer(model_dir)
+    pieces, before = [""], 0
+    for token, counts in zip(prompt.tokens.tolist(), prompt.mask.tolist(), strict=True):
+        if counts:
+            pieces[-1:] = [*([pieces[-1]] if before else [pieces[-1], ""] if pieces[-1] else [""])]
+            pieces[-1] += tokenizer.convert_ids_to_tokens(token)
+        before = counts
+    return tokenizer.decode(prompt.tokens), pieces
+
+
+def test_a_completion_is_trained_with_an_end_and_its_prompt_is_not(model_dir: Path) -> None:
+    row = {"question": "3+5=", "answer": "8"}
+    text, pieces = trained(model_dir, row, prompt_field="question", completion_field="answer")
+    assert (text, pieces) == ("3+5=8<eos>", ["8<eos>"])
+
+
+def test_an_end_that_the_completion_has_is_not_doubled(model_dir: Path) -> None:
+    text, pieces = trained(model_dir, {"prompt": "3+5=", "completion": "8<eos>"}, completion_field="completion")
+    assert (text, pieces) == ("3+5=8<eos>", ["8<eos>"])
+
+
+CONVERSATION = [
+    {"role": "user", "content": "3+5"},
+    {"role": "assistant", "content": "8"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_every_assistants_message_of_a_conversation_is_trained_with_its_end(model_dir: Path, template: str) -> None:
+    text, pieces = trained(model_dir, {"messages": CONVERSATION}, template, completion_field="messages")
+    assert text == "+3+5=8<eos>++1+1=2<eos>+"
+    assert pieces == ["8<eos>", "2<eos>"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("completion", ["2", CONVERSATION[3:]])
+def test_after_a_prompt_of_messages_only_the_completion_is_trained(
+    model_dir: Path, template: str, completion: object
+) -> None:
+    row = {"prompt": CONVERSATION[:3], "completion": completion}
+    assert trained(model_dir, row, template, completion_field="completion")[1] == ["2<eos>"]
+
+
+def test_a_text_prompt_becomes_the_users_message(model_dir: Path) -> None:
+    text, pieces = trained(model_dir, {"prompt": "3+5", "answer": "8"}, PLAIN, completion_field="answer")
+    assert (text, pieces) == ("+3+5=8<eos>+", ["8<eos>"])
+
+
+def test_a_template_without_an_end_gets_one_behind_the_last_message(model_dir: Path) -> None:
+    text, pieces = trained(model_dir, {"prompt": "3+5", "answer": "8"}, ENDLESS, completion_field="answer")
+    assert (text, pieces) == ("+3+5=8<eos>", ["8<eos>"])
+
+
+def test_a_template_that_writes_earlier_messages_differently_is_refused_and_a_last_one_is_not(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 in another way up to '8' than as a whole.*generation"):
+        trained(model_dir, {"messages": CONVERSATION}, FORGETS, completion_field="messages")
+    row = {"prompt": CONVERSATION[:3], "completion": "2"}
+    assert trained(model_dir, row, FORGETS, completion_field="completion")[1] == ["2<eos>"]
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is six times seven?"},
+    {"role": "assistant", "content": "It is 42."},
+    {"role": "user", "content": "Thanks\n"},
+    {"role": "assistant", "content": "At your service, <b>42</b>\ntimes."},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "end", "replies"),
+    [
+        ("qwen2.5", "<|im_end|>", ["It is 42.", "At your service, <b>42</b>\ntimes."]),
+        ("smollm2", "<|im_end|>", ["It is 42.", "At your service, <b>42</b>\ntimes."]),
+        ("llama3", "<|eot_id|>", ["It is 42.", "At your service, <b>42</b>\ntimes."]),
+        ("mistral", "</s>", [" It is 42.", " At your service, <b>42</b>\ntimes."]),
+    ],
+)
+def test_published_templates_tell_the_assistants_tokens(
+    monkeypatch: pytest.MonkeyPatch, family: str, end: str, replies: list[str]
+) -> None:
+    tokenizer = tokenizer_of_family(family)
+    monkeypatch.setattr(
+        "workers.data.supervised_rows.eos_token_ids", lambda path: (tokenizer.convert_tokens_to_ids(end),)
+    )
+    config = DataConfig(path="rows.jsonl", chat_template=True, completion_field="messages")
+    talk = TALK[1:] if family == "mistral" else TALK  # (it writes a system message into the last question)
+    row = SupervisedTokens(config, model_dir=QUICKSTART, tokenizer=tokenizer).tokenize_row(
+        PromptRow([], "", 1, completion=talk)
+    )
+    assert row.mask is not None
+    assert tokenizer.decode([t for t, counts in zip(row.tokens, row.mask, strict=True) if counts]) == "".join(
+        reply + end for reply in replies
+    )
+    assert row.text == tokenizer.apply_chat_template(talk, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "complaint"),
+    [
+        ({"prompt": "1+1="}, "", "no field 'completion'; found: prompt; set data.completion_field"),
+        ({"prompt": "1+1=", "completion": ""}, "", "'completion' is empty, so nothing is trained"),
+        ({"prompt": "1+1=", "completion": 2}, "", "'completion' is a number"),
+        ({"completion": "2"}, "", "no field 'prompt'"),
+        ({"completion": CONVERSATION[:1]}, PLAIN, "no message of the assistant"),
+        ({"completion": CONVERSATION}, "", "is a list .of messages.; set data.chat_template to true"),
+        ({"completion": CONVERSATION}, "{{ raise_exception('no') }}", "the chat template of .* fails: no"),
+    ],
+)
+def test_what_cannot_be_trained_is_named_by_its_line(
+    model_dir: Path, row: dict[str, Any], template: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        trained(model_dir, row, template, completion_field="completion")
+    assert "rows.jsonl:1" in str(caught.value)
+
+
+def test_a_template_that_renders_at_random_is_refused(model_dir: Path) -> None:
+    template = PLAIN.replace("'+' + m.content", "'+' ~ (range(99999) | random)")
+    with pytest.raises(ConfigError, match=r"renders .*rows.jsonl:1 differently each time|rows.jsonl:1 in another way"):
+        trained(model_dir, {"messages": CONVERSATION}, template, completion_field="messages", checked=True)
+
+
+def test_rows_with_their_completions_are_as_long_as_the_limit_says(model_dir: Path) -> None:
+    row = {"prompt": "3+5=", "completion": "8"}
+    trained(model_dir, row, completion_field="completion", max_prompt_tokens=6, overlong="reject")
+    with pytest.raises(ConfigError, match="the row has 6 tokens"):
+        trained(model_dir, row, completion_field="completion", max_prompt_tokens=5, overlong="reject", checked=True)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "borders", "found"),
+    [
+        ([(0, 2), (2, 5)], [0, 2, 5], {0: 0, 2: 1, 5: 2}),
+        ([(0, 0), (0, 2), (2, 5), (0, 0)], [0, 2, 5], {0: 1, 2: 2, 5: 3}),  # with tokens that the tokenizer adds
+        ([(0, 2), (3, 5)], [2], {2: 1}),  # a byte-level token without its space
+        ([(0, 1), (1, 2), (1, 2), (2, 3)], [1, 2], {1: 1, 2: 3}),  # two tokens of one character
+        ([(0, 3), (3, 5)], [2], None),
+        ([], [0], {0: 0}),
+    ],
+)
+def test_tokens_before_a_border(
+    offsets: list[tuple[int, int]], borders: list[int], found: dict[int, int] | None
+) -> None:
+    assert token_borders(offsets, borders) == found

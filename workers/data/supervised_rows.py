@@ -1,0 +1,204 @@
+"""What SFT trains of a row: its tokens, and a mask of those that the model shall learn to write. Torch-free.
+
+    prompt and completion    3+5= | 8 <end>                                      text, with an end token behind it
+    messages                 <user> 3+5 <end> <assistant> | 8 <end>              by the chat template
+    a conversation           ... <assistant> | 8 <end> | <user> ... <assistant> | 9 <end>
+
+Which tokens of a conversation are the assistant's, the template says itself if it has `{% generation %}` blocks.
+Otherwise they are what the template writes for the message after `add_generation_prompt`, up to its end token. That
+holds only for a template that writes a message in the same way whatever follows it; any other one is refused.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ConfigError
+from workers.calls.user_function import excerpt
+from workers.data.model_files import eos_token_ids
+from workers.data.prompt_rows import Message, PromptRow, conversation, plain_text
+from workers.settings.data import DataConfig
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What TRL's data call the functions that a conversation may call; passed to the template.
+_TOOLS = "tools"
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """A row as the model gets it."""
+
+    text: str  # with templates applied
+    tokens: Sequence[int]
+    mask: Sequence[int] | None = None  # as long as `tokens`, 1: trained; None: a prompt, nothing of it is trained
+
+
+class SupervisedTokens:
+    """Tokenizes rows with completions, with a `transformers` tokenizer."""
+
+    def __init__(self, config: DataConfig, *, model_dir: Path, tokenizer: Any) -> None:
+        self._config, self._model_dir, self._tokenizer = config, model_dir, tokenizer
+        self._ends = eos_token_ids(model_dir)
+        own = tokenizer.eos_token_id
+        self._end = own if own in self._ends else self._ends[0]
+        self._end_texts = [text for text in tokenizer.convert_ids_to_tokens(list(self._ends)) if text is not None]
+        template = tokenizer.get_chat_template() if config.chat_template else ""
+        self._has_blocks = bool(_GENERATION_BLOCK.search(template))
+
+    def tokenize_row(self, row: PromptRow) -> TokenizedRow:
+        """Return a row's tokens and mask; the mask has ones, but not at the first token, which nothing predicts.
+
+        Raises ConfigError if nothing is trained, the template cannot tell the assistant's tokens, or tokens of the
+        prompt and of the completion cannot be told apart.
+        """
+        if not self._config.chat_template:
+            text, tokens, mask = self._of_texts(row)
+        else:
+            text, tokens, mask = self._of_messages(row)
+        mask[:1] = [0] * len(tokens[:1])
+        if 1 not in mask:
+            raise ConfigError(f"{self._place(row)}: none of its {len(tokens)} tokens is trained; remove the row")
+        return TokenizedRow(text, tokens, mask)
+
+    def _of_texts(self, row: PromptRow) -> tuple[str, list[int], list[int]]:
+        assert isinstance(row.completion, str), "messages need a chat template"
+        prompt = plain_text(row.prompt, self._config)
+        text = prompt + row.completion
+        tokens, ((begin, end),) = self._tokens_with_spans(row, text, [(len(prompt), len(text))], special=True)
+        tokens = self._with_end(tokens[:end])  # without what the tokenizer puts behind a text
+        return text, tokens, [0] * begin + [1] * (len(tokens) - begin)
+
+    def _of_messages(self, row: PromptRow) -> tuple[str, list[int], list[int]]:
+        given, messages = self._messages(row)
+        text = self._render(row, messages)
+        if self._has_blocks:
+            tokens, mask = self._masked_by_template(row, messages, given)
+        else:
+            spans = list(self._assistant_spans(row, messages, given, text))
+            tokens, found = self._tokens_with_spans(row, text, spans, special=False)
+            mask = [0] * len(tokens)
+            for begin, end in found:
+                mask[begin:end] = [1] * (end - begin)
+        # A model that never sees an end never ends.
+        for place in range(1, len(tokens)):
+            if tokens[place] in self._ends and mask[place - 1] and tokens[place - 1] not in self._ends:
+                mask[place] = 1
+        if mask[-1:] == [1]:
+            tokens = self._with_end(tokens)
+            mask += [1] * (len(tokens) - len(mask))
+        return text, tokens, mask
+
+    def _messages(self, row: PromptRow) -> tuple[int, list[Message]]:
+        """Return how many messages are given, none of a whole conversation, and all of them."""
+        completion = row.completion
+        rest = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion or ())
+        if row.prompt:
+            given = conversation(row.prompt, self._config)
+            return len(given), [*given, *rest]
+        if self._config.system_prompt is not None and rest[0]["role"] != "system":
+            rest.insert(0, {"role": "system", "content": self._config.system_prompt})
+        return 0, rest
+
+    def _masked_by_template(self, row: PromptRow, messages: list[Message], given: int) -> tuple[list[int], list[int]]:
+        found = self._tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._options(row)
+        )
+        tokens, mask = list(found["input_ids"]), list(found["assistant_masks"])
+        if given:  # earlier answers of the prompt are not trained
+            before = self._render(row, messages[:given], opens=True)
+            ids = self._tokenizer(before, add_special_tokens=False)["input_ids"]
+            if tokens[: len(ids)] != list(ids):
+                raise self._unlike(row, messages[given - 1])
+            mask[: len(ids)] = [0] * len(ids)
+        return tokens, mask
+
+    def _assistant_spans(
+        self, row: PromptRow, messages: list[Message], given: int, text: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yield where in the text the template wrote what the assistant says, its end token included."""
+        for place, message in enumerate(messages):
+            if place < given or message["role"] != "assistant":
+                continue
+            before = self._render(row, messages[:place], opens=True) if place else ""
+            until = self._render(row, messages[: place + 1])
+            if not (until.startswith(before) and text.startswith(until)):
+                raise self._unlike(row, message)
+            ends = [until.rfind(end, len(before)) + len(end) for end in self._end_texts if end in until[len(before) :]]
+            yield len(before), max(ends, default=len(until))
+
+    def _unlike(self, row: PromptRow, message: Message) -> ConfigError:
+        return ConfigError(
+            f"data.chat_template: the chat template of {self._model_dir} writes {self._place(row)} in another way up "
+            f"to {excerpt(str(message.get('content')))} than as a whole, so the assistant's tokens cannot be told; "
+            f"mark them in the template with {{% generation %}} ... {{% endgeneration %}}, or end each row with the "
+            f"message to train"
+        )
+
+    def _tokens_with_spans(
+        self, row: PromptRow, text: str, spans: Sequence[tuple[int, int]], *, special: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the text's tokens and, for each span of characters, the span of its tokens."""
+        borders = sorted({place for span in spans for place in span})
+        if getattr(self._tokenizer, "is_fast", False):
+            whole = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            found = token_borders(whole["offset_mapping"], borders)
+            if found is not None:
+                return list(whole["input_ids"]), [(found[begin], found[end]) for begin, end in spans]
+        # A token would span a border: a generating model reads the prompt's own tokens, and so the pieces are tokenized
+        # apart.
+        pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
+        tokens: list[int] = []
+        places: dict[int, int] = {}
+        for number, piece in enumerate(pieces):
+            tokens += self._tokenizer(piece, add_special_tokens=special and number == 0)["input_ids"]
+            places |= {borders[number]: len(tokens)} if number < len(borders) else {}
+        whole_ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        if self._tokenizer.decode(tokens) != self._tokenizer.decode(whole_ids):
+            raise ConfigError(
+                f"{self._place(row)}: the tokenizer of {self._model_dir} makes one token of the prompt's end and the "
+                f"completion's begin, and reads them apart as another text; begin the completion with a space, or end "
+                f"the prompt with one"
+            )
+        return tokens, [(places[begin], places[end]) for begin, end in spans]
+
+    def _with_end(self, tokens: Sequence[int]) -> list[int]:
+        return [*tokens] if tokens[-1:] and tokens[-1] in self._ends else [*tokens, self._end]
+
+    def _render(self, row: PromptRow, messages: list[Message], *, opens: bool = False) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=opens, **self._options(row)
+                )
+            )
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self._place(row)}: the chat template of {self._model_dir} fails: {error}; correct the row, or the "
+                f"template"
+            ) from error
+
+    def _options(self, row: PromptRow) -> dict[str, Any]:
+        tools = row.fields.get(_TOOLS)
+        return {"tools": tools} if isinstance(tools, list) and tools else {}
+
+    def _place(self, row: PromptRow) -> str:
+        return row.describe_place(self._config)
+
+
+def token_borders(offsets: Sequence[tuple[int, int]], borders: Sequence[int]) -> dict[int, int] | None:
+    """Return, by border (a place in the text), how many tokens lie before it; None if a token lies across one.
+
+    `offsets`: where in the text each token begins and ends; what the tokenizer adds by itself is empty, (0, 0).
+    """
+    found = {}
+    for border in borders:
+        before = [k for k, (begin, end) in enumerate(offsets) if begin < end <= border]
+        count = before[-1] + 1 if before else next((k for k, (_, end) in enumerate(offsets) if end), len(offsets))
+        if count < len(offsets) and offsets[count][0] < border < offsets[count][1]:
+            return None
+        found[border] = count
+    return found
