@@ -18,7 +18,7 @@ from _pytest.mark.structures import ParameterSet
 from asyncflow.errors import BadRequest
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.training import EOS, MAX_POSITIONS, VOCABULARY, Reference, save_tiny_model
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation, ResamplingEngine, generate
 from workers.settings.rollout import SamplingConfig
 
 # An engine under test, with what a test does to it: ask, step, swap, compare with the reference.
@@ -308,6 +308,21 @@ def test_each_request_has_its_own_limit(lab: Lab) -> None:
         if lab.adapter.draws_ignore_batch:
             assert response.response_R.equal(one.response_R[:limit])
             assert response.truncated == (one.truncated or len(one.response_R) > limit)
+
+
+def test_it_draws_as_the_last_settings_say(lab: Lab) -> None:
+    engine = lab.engine
+    if not isinstance(engine, ResamplingEngine):
+        pytest.skip("it draws in one way")
+    requests = [replace(one, max_tokens=4) for one in lab.requests(4)]
+    before = lab.drain(requests)
+    engine.use_sampling(lab.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0}))
+    greedy = lab.drain(requests)
+    for request, response in zip(requests, greedy, strict=True):
+        likeliest = lab.references[0].likeliest(request.prompt_P, response.response_R)
+        assert response.response_R.tolist() == likeliest.tolist()
+    engine.use_sampling(lab.sampling)
+    assert [one.response_R.tolist() for one in lab.drain(requests)] == [one.response_R.tolist() for one in before]
 
 
 def test_stop_tokens_end_a_response_and_are_part_of_it(lab: Lab) -> None:

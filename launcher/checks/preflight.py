@@ -24,7 +24,7 @@ from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import search_beside
 from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
-from workers.data.task_source import TaskSource, held_out_rows
+from workers.data.task_source import TaskSource, held_out_sets
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, Parts
 from workers.settings.dataflow import PlacedTask, place_tasks
@@ -201,7 +201,7 @@ def _check_paths(config: RunConfig) -> None:
 def _check_data(config: RunConfig) -> Data:
     try:
         num_rows, rows = _training_rows(config)
-        held_out = held_out_rows(config) if "evaluate" in config.roles else []
+        held_out = held_out_sets(config) if "evaluate" in config.roles else {}
         first_prompt = _check_rows(config, rows, held_out)
         if config.data.sampler is not None and first_prompt is not None:
             kept = first_prompt.num_kept if config.data.source is None else None
@@ -209,7 +209,7 @@ def _check_data(config: RunConfig) -> Data:
     except UserCodeFailed as error:  # before the start, failing user code is a user error
         raise ConfigError(str(error)) from error
     chunk = () if config.data.source is not None else tuple(rows[:CHUNK])
-    return Data(num_rows, len(held_out), RowsToCheck(rows[0] if rows else None, first_prompt, chunk))
+    return Data(num_rows, sum(map(len, held_out.values())), RowsToCheck(rows[0] if rows else None, first_prompt, chunk))
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
@@ -224,7 +224,9 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
         return source.size, source.trial_rows()
 
 
-def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt | None:
+def _check_rows(
+    config: RunConfig, rows: list[PromptRow], held_out: Mapping[str, list[PromptRow]]
+) -> ShownPrompt | None:
     if config.rollout.is_own:  # an own rollout builds its prompts itself
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir, data = Path(config.model.path), config.data
@@ -232,6 +234,9 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
         if not rows:  # prompts are fed later
             check_ends(data, tokenizer)
         first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
-        if held_out:
-            check_prompts(held_out, config.evaluate.prompts(data), model_dir=model_dir, tokenizer=tokenizer)
+        sets = config.evaluate.named_sets()
+        for name, each in held_out.items():
+            prompts = sets[name].prompts(data)
+            same = prompts.chat_template == data.chat_template
+            check_prompts(each, prompts, model_dir=model_dir, tokenizer=tokenizer if same else None)
         return first_prompt

@@ -31,7 +31,7 @@ from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
-from workers.settings.run import RunConfig
+from workers.settings.run import EvaluateConfig, RunConfig
 
 # Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
@@ -440,6 +440,9 @@ def load_config(
     data: DataConfig = resolved["data"]
     parts = (_located(one, f"data.mixture.{k}", source, options) for k, one in enumerate(data.mixture))
     resolved["data"] = data.model_copy(update={"mixture": tuple(parts)})
+    held_out: EvaluateConfig = resolved["evaluate"]
+    sets = {name: _located(one, f"evaluate.sets.{name}", source, options) for name, one in held_out.sets.items()}
+    resolved["evaluate"] = held_out.model_copy(update={"sets": sets})
     model = config.reward.model
     if model is not None:
         located = _located(model, "reward.model", source, options)

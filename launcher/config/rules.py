@@ -10,6 +10,7 @@ from asyncflow.errors import ConfigError
 from tq.policies import policy_name
 from workers.settings.algorithms import ZERO_VARIANCE
 from workers.settings.dataflow import ROLES, TRAINERS
+from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
 Rules = Mapping[str, Callable[[RunConfig], object]]
@@ -70,6 +71,10 @@ def _beside_sim(run: RunConfig) -> str:
     return ", ".join(others) if len(others) < len(engines) else ""
 
 
+def _sets(run: RunConfig) -> list[SamplingConfig]:
+    return [one.sampling(run.rollout) for one in run.evaluate.named_sets().values()]
+
+
 def _unknown_outside(run: RunConfig) -> tuple[str, str, str] | None:
     """Return a setting that processes outside do not receive, their roles, and the role that would receive it."""
     outside = run.outside_roles
@@ -124,7 +129,19 @@ AT_START: Rules = {
     ),
     "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts (--set "
     "evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out": lambda run: (
-        "evaluate" in run.roles and run.evaluate.path is None and run.evaluate.source is None
+        "evaluate" in run.roles and not run.evaluate.has_prompts
+    ),
+    "evaluate.sets: they draw in different ways, which evaluate.engine {evaluate.engine} cannot; give all the same "
+    "temperature, top_p and top_k": lambda run: (
+        "evaluate" in run.roles and ":" in run.evaluate.engine and len({one.draws_by for one in _sets(run)}) > 1
+    ),
+    "evaluate.sets: their max_response_tokens differ, but the replies of {found} have one limit; leave them out": (
+        lambda run: (
+            "evaluate" in run.roles
+            and run.rollout.is_own
+            and len({one.max_response_tokens for one in _sets(run)}) > 1
+            and run.rollout.own_name
+        )
     ),
     "roles: evaluate:{roles[evaluate]} is more ranks than there are versions to evaluate up to step {steps}; launch "
     "{found} or fewer, or lower evaluate.interval ({evaluate.interval})": lambda run: (

@@ -14,7 +14,7 @@ from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process.progress import table
 from launcher.request.stop_time import NO_SAVE, StopSave
 from workers.settings.dataflow import OBSERVERS
-from workers.settings.run import RunConfig
+from workers.settings.run import EvaluateConfig, RunConfig
 
 SERVICES = {
     "controller": "leases and readiness of its tasks; the first one admits prompts",
@@ -250,10 +250,18 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
 
 
 def _evaluation(checked: Preflight) -> str:
-    own, engine = checked.config.evaluate, checked.config.evaluate.sampling(checked.config.rollout)
-    drawn = f"temperature {engine.temperature:g}" if engine.temperature else "greedy"
-    prompts = f"{checked.num_held_out:,} prompts x {own.n_samples_per_prompt} responses ({drawn})"
+    own = checked.config.evaluate
+    if own.sets:
+        sets = (f"{name} ({_sampled(checked, one)})" for name, one in own.named_sets().items())
+        return f"{', '.join(sets)}; {checked.num_held_out:,} prompts, every {own.interval} steps"
+    prompts = f"{checked.num_held_out:,} prompts x {_sampled(checked, own)}"
     return f"{own.path}  {prompts}, every {own.interval} steps"
+
+
+def _sampled(checked: Preflight, own: EvaluateConfig) -> str:
+    engine = own.sampling(checked.config.rollout)
+    drawn = f"temperature {engine.temperature:g}" if engine.temperature else "greedy"
+    return f"{own.n_samples_per_prompt} responses ({drawn})"
 
 
 def _work(checked: Preflight, role: str) -> str:

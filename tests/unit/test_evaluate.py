@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import UserCodeFailed
+from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.timeline import NoTimeline
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import AT_START, check_rules
 from weightsync.version import Version
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.scorer import ScoredResponse
-from workers.rollout.evaluate import Evaluator
+from workers.rollout.evaluate import Evaluator, held_out_sets_of, line_of_sets
 from workers.rows.finished import FinishedRollout, RolloutRequest
+from workers.settings.run import RunConfig
 
 DEADLINE_S = 20
 
@@ -158,7 +160,7 @@ def test_rollouts_that_failed_rewards_that_failed_and_what_was_skipped_are_judge
         update={"reward": context.config.reward.model_copy(update={"max_failed_share": 0.5})}
     )
     with pytest.raises(UserCodeFailed, match=f"^evaluation of step 4: .*{words}") if words else nullcontext():
-        evaluator._check_failures(Version(0, 4), *answered(*kinds))
+        evaluator._check_failures(Version(0, 4), evaluator._sets[0], *answered(*kinds))
 
 
 def test_version_that_was_replaced_meanwhile_is_skipped_and_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,3 +213,90 @@ def test_stop_ends_an_evaluation_and_leaves_no_line(make: Any, tmp_path: Path) -
     evaluator.evaluate(Version(0, 0))
     stop.join(DEADLINE_S)
     assert (tmp_path / "evaluation.jsonl").read_text() == ""
+
+
+SETS = (
+    "evaluate.sets={held: {path: quickstart/held_out.jsonl, max_prompts: 3}, seen: {path: quickstart/train.jsonl, "
+    "max_prompts: 2, n_samples_per_prompt: 4, temperature: 0.7, max_response_tokens: 3, prompt_template: '1+{prompt}'}}"
+)
+
+
+def with_sets(*overrides: str) -> RunConfig:
+    return load_config(find_recipe("quickstart"), overrides=("evaluate.path=null", SETS, *overrides))
+
+
+def test_each_set_has_its_own_prompts_templates_and_sampling() -> None:
+    config = with_sets()
+    held, seen = held_out_sets_of(config, load_tokenizer(Path(config.model.path)))
+    assert [(one.name, one.num_prompts, len(one.requests)) for one in (held, seen)] == [("held", 3, 3), ("seen", 2, 8)]
+    assert (held.sampling.draws_by, seen.sampling.draws_by) == ((0.0, 1.0, 0), (0.7, 1.0, 0))
+    assert {one.max_tokens for one in held.requests} == {4}, "as in the rollout"
+    assert {one.max_tokens for one in seen.requests} == {3}
+    assert [prompt.text for prompt in seen.prompts] == ["1+0+1=", "1+0+2="]
+    assert held.prompts[0].text == "0+0="
+    seeds = [one.seed for part in (held, seen) for one in part.requests]
+    assert len({*seeds}) == len(seeds)
+    assert [(one.group, one.member) for one in seen.requests[3:5]] == [(3, 3), (4, 0)]
+    assert [seen.prompt_of(one.index) for one in seen.requests] == [0] * 4 + [1] * 4
+    engine = config.evaluate.sampling(config.rollout)
+    assert (engine.draws_by, engine.max_response_tokens) == ((1.0, 1.0, 0), 4), "each set says how it draws"
+
+
+def test_one_set_that_has_no_name_is_evaluated_as_ever() -> None:
+    config = load_config(find_recipe("quickstart"))
+    (only,) = held_out_sets_of(config, load_tokenizer(Path(config.model.path)))
+    assert (only.name, only.num_prompts, only.first_group) == ("", 20, 0)
+    line = {"step": 1, "lineage": 0, "time_s": 2.0, "accuracy": 0.5, "seconds": 0.1}
+    assert line_of_sets({"": line}, seconds=0.25) == {**line, "seconds": 0.25}
+
+
+def test_line_of_several_sets_has_the_first_ones_figures_and_each_under_its_name() -> None:
+    lines = {
+        name: {"step": 1, "lineage": 0, "time_s": 2.0, "accuracy": accuracy, "seconds": 0.1}
+        for name, accuracy in (("held", 0.5), ("seen", 0.75))
+    }
+    assert line_of_sets(lines, seconds=0.3) == {
+        "step": 1,
+        "lineage": 0,
+        "time_s": 2.0,
+        "accuracy": 0.5,
+        "seconds": 0.3,
+        "held/accuracy": 0.5,
+        "held/seconds": 0.1,
+        "seen/accuracy": 0.75,
+        "seen/seconds": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("evaluate.path=quickstart/held_out.jsonl", "give either path or source, or sets"),
+        ("evaluate.sets.held.path=null", "held has no prompts; give it path or source"),
+        ("evaluate.sets.seen.temperature=0", "4 greedy responses to one prompt of set seen are all the same"),
+        ("evaluate.sets.held.path=nowhere.jsonl", "evaluate.sets.held.path: 'nowhere.jsonl' does not exist"),
+        ("evaluate.sets={'a b': {path: quickstart/held_out.jsonl}}", "the name 'a b' must be made of"),
+        ("evaluate.sets.held.interval=3", "evaluate.sets.held.interval: unknown key"),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_named(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        with_sets(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (("evaluate.engine=own:Engine",), "which evaluate.engine own:Engine cannot"),
+        (("rollout.function=tools", "rollout.tools=[own:tool]"), "replies of rollout.function: tools have one limit"),
+    ],
+)
+def test_sets_that_an_engine_cannot_tell_apart_are_refused_before_a_start(
+    overrides: tuple[str, ...], complaint: str
+) -> None:
+    config = with_sets("roles={rollout: 1, actor: 1, evaluate: 1}")
+    given = dict(one.partition("=")[::2] for one in overrides)
+    evaluate = config.evaluate.model_copy(update={"engine": given.get("evaluate.engine", "hf")})
+    rollout = config.rollout.model_copy(update={"function": given.get("rollout.function")})
+    with pytest.raises(ConfigError, match=complaint):
+        check_rules(config.model_copy(update={"evaluate": evaluate, "rollout": rollout}), AT_START)

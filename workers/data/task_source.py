@@ -16,7 +16,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.user_object import UserObject
 from workers.data.prompt_rows import PromptRow, as_row, data_hash, kind_of, read_data
 from workers.settings.data import DataConfig
-from workers.settings.run import RunConfig
+from workers.settings.run import EvaluateConfig, RunConfig
 
 HELD_OUT_SEEDS = 2**31
 """Added to the run's seed for held-out tasks: above all training seeds."""
@@ -89,27 +89,37 @@ class TaskSource:
         self._source.close()
 
 
-def held_out_rows(config: RunConfig) -> list[PromptRow]:
-    """Return the rows of one evaluation; raises ConfigError if they cannot be read, UserCodeFailed as `TaskSource`
-    does."""
-    most, own_rollout = config.evaluate.max_prompts, config.rollout.is_own
-    data = config.evaluate.prompts(config.data)
+def held_out_sets(config: RunConfig) -> dict[str, list[PromptRow]]:
+    """Return name -> rows of each set of one evaluation ("": the section's own); raises as `held_out_rows` does."""
+    return {
+        name: held_out_rows(config, own, key=f"evaluate.sets.{name}" if name else "evaluate")
+        for name, own in config.evaluate.named_sets().items()
+    }
+
+
+def held_out_rows(config: RunConfig, own: EvaluateConfig | None = None, *, key: str = "evaluate") -> list[PromptRow]:
+    """Return the rows of a set, by default of the section's own; raises ConfigError, which names settings under `key`,
+    if they cannot be read, UserCodeFailed as `TaskSource` does."""
+    own = own or config.evaluate
+    most, own_rollout = own.max_prompts, config.rollout.is_own
+    data = own.prompts(config.data)
     if data.source is None:
         try:
-            return read_data(data, key="evaluate.path", own_rollout=own_rollout)[: most or None]
+            return read_data(data, key=f"{key}.path", own_rollout=own_rollout)[: most or None]
         except ConfigError as error:
             if str(error).startswith("evaluate."):
                 raise
             # For example a recipe's own held-out file next to the user's training data.
             raise ConfigError(
-                f"evaluate.path: {error}; held-out rows need the fields of data: name a file that has them (--set "
-                f"evaluate.path=FILE), or leave the role evaluate out"
+                f"{key}.path: {error}; held-out rows need the fields of data: name a file that has them (--set "
+                f"{key}.path=FILE), or the fields that it has (--set {key}.prompt_field=NAME), or leave the role "
+                f"evaluate out"
             ) from error
     seed = config.seed + HELD_OUT_SEEDS
-    with TaskSource(data, seed=seed, own_rollout=own_rollout, key="evaluate") as source:
+    with TaskSource(data, seed=seed, own_rollout=own_rollout, key=key) as source:
         if source.size is None and not most:
             raise ConfigError(
-                f"evaluate.max_prompts: 0 takes all tasks, but evaluate.source {data.source} has no len(); set a number"
+                f"{key}.max_prompts: 0 takes all tasks, but {key}.source {data.source} has no len(); set a number"
             )
         return source.rows(most or source.size or 0)
 

@@ -157,6 +157,17 @@ class GenerateEngine(Protocol):
         """Free processes and device memory; idempotent. No other method may be called afterwards."""
 
 
+@runtime_checkable
+class ResamplingEngine(GenerateEngine, Protocol):
+    """A generating engine that can draw in several ways, one after the other: for sets of held-out prompts."""
+
+    def use_sampling(self, sampling: SamplingConfig) -> None:
+        """Draw by the temperature, top-p and top-k of `sampling` from the next `submit` on; called while nothing runs.
+
+        An engine that was made to draw in another way may report log-probabilities of another temperature.
+        """
+
+
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
 ) -> None:

@@ -15,8 +15,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from asyncflow.json_lines import JsonLines, LineReader
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
-from workers.data.task_source import held_out_rows
+from workers.data.task_source import held_out_sets
+from workers.engines.base import ResamplingEngine
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
@@ -37,6 +39,8 @@ from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
 from workers.rows.finished import FinishedRollout, RolloutRequest
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +79,8 @@ class Evaluator:
         self._context = context
         self._own = frozenset(own)
         self._last_own = own[-1]
-        self._size = config.evaluate.n_samples_per_prompt
         tokenizer = context.load_tokenizer()
-        self._dataset = _held_out(context, tokenizer)
-        self._requests = [
-            self._make_request(index, self._dataset.prompt_of_group(index // self._size), _seed(config.seed, index))
-            for index in range(len(self._dataset) * self._size)
-        ]
+        self._sets = held_out_sets_of(config, tokenizer)
         sampling = config.evaluate.sampling(config.rollout)
         self._engine = load_generate_engine(config, sampling, device=context.device)
         self._wake = threading.Event()
@@ -90,7 +89,8 @@ class Evaluator:
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset), tokenizer=tokenizer,
+            shown=config.rollout.samples_per_step, groups_per_step=sum(one.num_prompts for one in self._sets),
+            tokenizer=tokenizer,
         )  # fmt: skip
         self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
         self._version: Version | None = None
@@ -119,23 +119,38 @@ class Evaluator:
         """Answer all prompts with the loaded weights and write the results; write nothing if the run stops. Raises
         UserCodeFailed if nothing could be scored, or too much failed."""
         began = time.monotonic()
-        with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
-            scored = self._generate(version)
-            if not self._wait_scores(scored):
+        lines: dict[str, dict[str, Any]] = {}
+        answered: list[tuple[HeldOut, list[_Scored]]] = []
+        for one in self._sets:
+            own_began = time.monotonic()
+            scored = self._answer(one, version)
+            if scored is None:
                 return
-        scores = [score.result() for _, score in scored]
-        self._check_failures(version, [rollout for rollout, _ in scored], scores)
-        line = evaluation_line(
-            [rollout for rollout, _ in scored],
-            scores,
-            version=version,
-            num_prompts=len(self._dataset),
-            time_s=self._context.elapsed_s,
-            seconds=time.monotonic() - began,
-        )
-        self._lines.write([line])
-        for rollout, score in sorted(scored, key=lambda each: each[0].index):
-            self._samples.write(rollout, score.result(), step=version.step, group=rollout.index // self._size)
+            scores = [score.result() for _, score in scored]
+            self._check_failures(version, one, [rollout for rollout, _ in scored], scores)
+            lines[one.name] = evaluation_line(
+                [rollout for rollout, _ in scored],
+                scores,
+                version=version,
+                num_prompts=one.num_prompts,
+                time_s=self._context.elapsed_s,
+                seconds=time.monotonic() - own_began,
+            )
+            answered.append((one, scored))
+        self._lines.write([line_of_sets(lines, seconds=time.monotonic() - began)])
+        for one, scored in answered:
+            for rollout, score in sorted(scored, key=lambda each: each[0].index):
+                group = one.first_group + one.prompt_of(rollout.index)
+                self._samples.write(rollout, score.result(), step=version.step, group=group)
+
+    def _answer(self, one: "HeldOut", version: Version) -> list[_Scored] | None:
+        """Answer a set with the loaded weights; None: the run stops."""
+        if len({other.sampling.draws_by for other in self._sets}) > 1:
+            assert isinstance(self._engine, ResamplingEngine), "the checks before a start refuse other engines"
+            self._engine.use_sampling(one.sampling)
+        with self._context.timeline.span("evaluate", step=version.step, rows=len(one.requests)):
+            scored = self._generate(one, version)
+            return scored if self._wait_scores(scored) else None
 
     def close(self) -> None:
         self._rollouts.close()
@@ -146,10 +161,15 @@ class Evaluator:
         self._lines.close()
 
     def _check_failures(
-        self, version: Version, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
+        self,
+        version: Version,
+        one: "HeldOut",
+        rollouts: Sequence[FinishedRollout],
+        scores: Sequence[ScoredResponse],
     ) -> None:
         """Raise UserCodeFailed if too much failed for a fair accuracy; skipped tasks do not count as failed."""
-        config, where = self._context.config, f"evaluation of step {version.step}"
+        where = f"evaluation of step {version.step}{f' on {one.name}' if one.name else ''}"
+        config = self._context.config
         not_made = [one.failure for one in rollouts if one.failure and not one.skipped]
         made = [score.failure for one, score in zip(rollouts, scores, strict=True) if not one.failure]
         unscored = [failure for failure in made if failure]
@@ -171,10 +191,6 @@ class Evaluator:
                     f"{where}: {too_many} {failed} ({name}.max_failed_share {most:g}), so what is left is not a fair "
                     f"sample; the last one: {failures[-1]}; correct that and resume, or raise the setting"
                 )
-
-    def _make_request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
-        group, member = divmod(index, self._size)
-        return RolloutRequest(index, index, seed, prompt.tokens, prompt.task, group, member)
 
     def _wants_version(self, version: Version) -> bool:
         """Return whether a version is this instance's; called by the receiver's thread, version by version."""
@@ -209,9 +225,9 @@ class Evaluator:
         if skipped:
             logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
 
-    def _generate(self, version: Version) -> list[_Scored]:
-        """Return responses to all requests (fewer if the run stops), each with its pending score."""
-        stopping, waiting = self._context.stopping, deque(self._requests)
+    def _generate(self, one: "HeldOut", version: Version) -> list[_Scored]:
+        """Return responses to a set's requests (fewer if the run stops), each with its pending score."""
+        stopping, waiting = self._context.stopping, deque(one.requests)
         scored: list[_Scored] = []
         while (waiting or self._rollouts.num_running) and not stopping.is_set():
             # Before looking at anything, so that no event is missed.
@@ -220,9 +236,9 @@ class Evaluator:
             if number:
                 self._rollouts.begin([waiting.popleft() for _ in range(number)])
             for rollout in self._rollouts.step(self._wake):
-                prompt = self._dataset.prompt_of_group(rollout.index // self._size)
+                prompt = one.prompts[one.prompt_of(rollout.index)]
                 scored.append((rollout, self._scorer.score(rollout, prompt.ground_truth, prompt.task or NO_FIELDS)))
-            done = f"{len(scored)}/{len(self._requests)} responses"
+            done = f"{len(scored)}/{len(one.requests)} responses{f' to {one.name}' if one.name else ''}"
             self._context.report_state("evaluating", done, step=version.step, version=version.step)
         self._rollouts.abort()
         return scored
@@ -235,17 +251,70 @@ class Evaluator:
         return not self._context.stopping.is_set()
 
 
-def _held_out(context: WorkerContext, tokenizer: Any) -> PromptDataset:
-    config = context.config
-    return PromptDataset(
-        held_out_rows(config),
-        config.evaluate.prompts(config.data),
-        model_dir=Path(config.model.path),
-        seed=config.seed,
-        own_rollout=config.rollout.is_own,
-        with_tasks=config.sends_tasks,
-        tokenizer=tokenizer,
-    )
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of held-out prompts: its prompts in order, and a request for every response; "": the section's own set."""
+
+    name: str
+    sampling: SamplingConfig
+    prompts: Sequence[Prompt]
+    requests: Sequence[RolloutRequest]
+    first_group: int  # prompts of the sets before it
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    def prompt_of(self, index: int) -> int:
+        """Return the place in `prompts` of what a request asked; `index` counts the requests of this set."""
+        return index // (len(self.requests) // len(self.prompts))
+
+
+def held_out_sets_of(config: RunConfig, tokenizer: Any) -> list[HeldOut]:
+    """Read and tokenize all sets. Raises ConfigError if one cannot be read, UserCodeFailed for its source."""
+    found: list[HeldOut] = []
+    rows = held_out_sets(config)
+    for name, own in config.evaluate.named_sets().items():
+        dataset = PromptDataset(
+            rows[name],
+            own.prompts(config.data),
+            model_dir=Path(config.model.path),
+            seed=config.seed,
+            own_rollout=config.rollout.is_own,
+            with_tasks=config.sends_tasks,
+            tokenizer=tokenizer,
+        )
+        size, sampling = own.n_samples_per_prompt, own.sampling(config.rollout)
+        prompts = [dataset.prompt_at(place) for place in range(len(dataset))]
+        first = sum(one.num_prompts for one in found)
+        requests = [
+            RolloutRequest(
+                index,
+                index,
+                _seed(config.seed, first * size + index if name else index),
+                prompt.tokens,
+                prompt.task,
+                first + place,
+                member,
+                max_tokens=sampling.max_response_tokens,
+            )
+            for place, prompt in enumerate(prompts)
+            for member, index in enumerate(range(place * size, (place + 1) * size))
+        ]
+        found.append(HeldOut(name, sampling, prompts, requests, first))
+    return found
+
+
+def line_of_sets(lines: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
+    """Return the line of an evaluation of several sets: the first one's figures, and each one's under its name."""
+    first = dict(next(iter(lines.values())))
+    named = {
+        f"{name}/{key}": value
+        for name, line in lines.items()
+        for key, value in line.items()
+        if name and key not in ("step", "lineage", "time_s")
+    }
+    return {**first, "seconds": round(seconds, 4), **named}
 
 
 def _seed(run_seed: int, index: int) -> int:

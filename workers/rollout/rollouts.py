@@ -81,7 +81,10 @@ class SingleTurn:
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         self._prompts |= {one.ticket: one.prompt_P for one in requests}
         self._engine.submit(
-            [GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket, stop=self._stop) for one in requests]
+            [
+                GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket, one.max_tokens, stop=self._stop)
+                for one in requests
+            ]
         )
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:

@@ -23,6 +23,7 @@ class RolloutRequest:
     # The row's group, and its place in it
     group: int = 0
     member: int = 0
+    max_tokens: int | None = None  # Longest response of a single-turn rollout; None: as long as the engine allows
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,6 +66,11 @@ class SamplingConfig(Settings):
     weights, which costs nothing; `finish`: the weights wait until all running responses have ended, as always with
     `openai`."""
 
+    @property
+    def draws_by(self) -> tuple[float, float, int]:
+        """Temperature, top-p and top-k; those of greedy responses are all the same."""
+        return (self.temperature, self.top_p, self.top_k) if self.temperature else (0.0, 1.0, 0)
+
 
 class ServedModelConfig(Settings):
     """A model that rollouts call and that is not trained: a judge, an opponent."""

@@ -4,6 +4,7 @@ The launcher reads, checks and resolves it (`load_config`); workers load the run
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -60,21 +61,68 @@ class ModelConfig(Settings):
     `renderers`, or a class of your own, `module:Class`; null: the tokenizer's chat template (docs/agents.md)."""
 
 
-class EvaluateConfig(HubPart):
-    """Evaluation on held-out prompts during training, by the role `evaluate`."""
+class HeldOutSet(HubPart):
+    """One of several sets of held-out prompts. What is null here is as in section `evaluate`, or else in `data`."""
 
     path: str | None = None
-    """Held-out prompts, like `data.path`, with the fields and templates of `data`; the role needs this or `source`."""
+    """Held-out prompts, like `data.path`."""
     source: Annotated[str, AfterValidator(HELD_OUT_SOURCES.resolve_name)] | None = None
     """Instead of `path`: `module:Class`, like `data.source`; training never sees its seeds."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for `source`."""
+    prompt_field: str | None = None
+    """Field of the prompt; null: `data.prompt_field`."""
+    ground_truth_field: str | None = None
+    """Field of the ground truth; null: `data.ground_truth_field`."""
+    prompt_template: str | None = None
+    """Text around the prompt; null: `data.prompt_template`."""
+    system_prompt: str | None = None
+    """null: `data.system_prompt`."""
+    chat_template: bool | None = None
+    """null: `data.chat_template`."""
+    max_prompts: int | None = Field(None, ge=0)
+    """Use only the first `max_prompts` prompts; 0: all. A source without `len()` needs it."""
+    n_samples_per_prompt: int | None = Field(None, ge=1)
+    """Responses per prompt: accuracy is their mean (avg@k), beside pass@2, pass@4 ..."""
+    temperature: Temperature | None = Field(None, ge=0)
+    """Sampling temperature; 0: greedy, always the most likely token."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling. No effect on a greedy response."""
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    """Keep the k most likely tokens. No effect on a greedy response."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Longest response (tokens)."""
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        if self.path is not None and self.source is not None:
+            raise ValueError("give either path (a file, or OWNER/NAME on the Hub) or source (module:Class), not both")
+        if self.is_part and self.path is None:
+            raise ValueError("subset, split and revision are for path, which is missing; set it, or remove them")
+        if self.options and self.source is None:
+            raise ValueError("options are for source, which is missing; set source, or remove options")
+        return self
+
+
+_SET_NAME = re.compile(r"[\w.-]+")
+
+
+class EvaluateConfig(HeldOutSet):
+    """Evaluation on held-out prompts during training, by the role `evaluate`."""
+
+    path: str | None = None
+    """Held-out prompts, like `data.path`, with the fields and templates of `data`; the role needs this, `source` or
+    `sets`."""
+    sets: dict[str, HeldOutSet] = Field({})
+    """Instead of `path`: several sets by name, each with fields, templates and sampling of its own, e.g. `{gsm8k:
+    {path: openai/gsm8k, subset: main, split: test}, aime24: {path: aime24.jsonl, n_samples_per_prompt: 64, temperature:
+    0.6}}`. The first one's figures are the evaluation's; all have theirs as `NAME/accuracy` and so on."""
     interval: int = Field(10, ge=1)
     """Evaluate the weights of step 0, then every `interval` steps, and those of the last step."""
     max_prompts: int = Field(0, ge=0)
     """Use only the first `max_prompts` prompts; 0: all. A source without `len()` needs it."""
     n_samples_per_prompt: int = Field(1, ge=1)
-    """Responses per prompt."""
+    """Responses per prompt: accuracy is their mean (avg@k), beside pass@2, pass@4 ..."""
     engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve_name)] = "hf"
     """Generating engine; see `rollout.engine`."""
     engine_options: Annotated[dict[str, Any], AfterValidator(EVALUATE_ENGINES.options)] = Field({})
@@ -90,29 +138,53 @@ class EvaluateConfig(HubPart):
     timeout_s: float = Field(600.0, gt=0)
     """How long a run whose last step is trained and saved waits for evaluations to finish (s)."""
 
+    @field_validator("sets")
+    @classmethod
+    def _have_names_and_origins(cls, sets: dict[str, HeldOutSet]) -> dict[str, HeldOutSet]:
+        for name, one in sets.items():
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(f"the name {name!r} must be made of letters, digits, _ . and -")
+            if one.path is None and one.source is None:
+                raise ValueError(f"{name} has no prompts; give it path or source")
+        return sets
+
     @model_validator(mode="after")
     def _responses_to_a_prompt_differ(self) -> Self:
-        if self.temperature == 0 and self.n_samples_per_prompt > 1:
-            raise ValueError(
-                f"{self.n_samples_per_prompt} greedy responses to one prompt are all the same; set "
-                f"n_samples_per_prompt to 1, or temperature above 0"
-            )
+        for name, one in self.named_sets().items():
+            if one.temperature == 0 and one.n_samples_per_prompt > 1:
+                of = f" of set {name}" if name else ""
+                raise ValueError(
+                    f"{one.n_samples_per_prompt} greedy responses to one prompt{of} are all the same; set "
+                    f"n_samples_per_prompt to 1, or temperature above 0"
+                )
         return self
 
     @model_validator(mode="after")
-    def _has_one_origin(self) -> Self:
-        if self.path is not None and self.source is not None:
-            raise ValueError("give either path (a file, or OWNER/NAME on the Hub) or source (module:Class), not both")
-        if self.is_part and self.path is None:
-            raise ValueError("subset, split and revision are for path, which is missing; set it, or remove them")
-        if self.options and self.source is None:
-            raise ValueError("options are for source, which is missing; set source, or remove options")
+    def _has_sets_or_one_origin(self) -> Self:
+        if self.sets and (self.path is not None or self.source is not None):
+            raise ValueError("give either path or source, or sets, not both; make the one a set, too")
         return self
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.sets) or self.path is not None or self.source is not None
+
+    def named_sets(self) -> "dict[str, EvaluateConfig]":
+        """Return name -> each set, with what it inherits from this section; the section's own one has the name ""."""
+        if not self.sets:
+            return {"": self}
+        found = {}
+        for name, one in self.sets.items():
+            origin = {key: getattr(one, key) for key in _ORIGIN}
+            given = {key: value for key in HeldOutSet.model_fields if (value := getattr(one, key)) is not None}
+            found[name] = self.model_copy(update={**given, **origin, "sets": {}})
+        return found
 
     def prompts(self, data: DataConfig) -> DataConfig:
         """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`."""
-        assert self.path or self.source, "the preflight checks refuse the role without prompts"
-        own = {name: getattr(self, name) for name in ("path", "source", "options", *HubPart.model_fields)}
+        assert self.path or self.source, "the preflight checks refuse the role without prompts, and sets have theirs"
+        own = {name: getattr(self, name) for name in _ORIGIN}
+        given = {name: value for name in _OF_DATA if (value := getattr(self, name)) is not None}
         changed: dict[str, Any] = {
             "mixture": (),
             "sampler": None,
@@ -120,15 +192,28 @@ class EvaluateConfig(HubPart):
             "shuffle": False,
             "completion_field": None,  # a response is generated and compared with the ground truth
         }
-        return data.model_copy(update={**own, **changed})
+        return data.model_copy(update={**own, **given, **changed})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
-        """Return how to answer held-out prompts; null settings are inherited from the rollout."""
+        """Return how the engine is made that answers held-out prompts; null settings are inherited from the rollout.
+        With several sets, responses may be as long as the longest, and each set says how it draws."""
         names = ("engine", "engine_options", "temperature", "top_p", "top_k", "max_response_tokens")
         own = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
         inherited = {name: getattr(rollout, name) for name in SamplingConfig.model_fields}
-        return SamplingConfig.model_construct(**(inherited | given))  # both are checked
+        sampling = SamplingConfig.model_construct(**(inherited | given))  # both are checked
+        if not self.sets:
+            return sampling
+        sets = [one.sampling(rollout) for one in self.named_sets().values()]
+        drawn = sets[0] if len({one.draws_by for one in sets}) == 1 else sampling.model_copy(update=_NEUTRAL)
+        return drawn.model_copy(update={"max_response_tokens": max(one.max_response_tokens for one in sets)})
+
+
+# Settings of a set that say where its prompts are, and which of the data's settings it may replace.
+_ORIGIN = ("path", "source", "options", *HubPart.model_fields)
+_OF_DATA = ("prompt_field", "ground_truth_field", "prompt_template", "system_prompt", "chat_template")
+# How an engine is made whose sets draw differently.
+_NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 class CheckpointConfig(Settings):

@@ -385,6 +385,10 @@ class HfEngine(CheckedEngine):
         """Whether running responses continue with new weights, as `rollout.on_swap` says."""
         return self._sampling.on_swap != "finish"
 
+    def use_sampling(self, sampling: SamplingConfig) -> None:
+        drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+        self._sampling = self._sampling.model_copy(update=drawn)
+
     @property
     def num_running(self) -> int:
         return self._sampling.batch_size - len(self._free)

@@ -79,6 +79,7 @@ class VllmEngine(TaskEngine):
         self._config = config
         self._seeds_requests = has_request_seeds(config, device)
         self._plan = plan_log_probs(sampling)
+        self._temperature = self._plan.temperature
         dtype = config.dtype or model.dtype
         tensors = {name: TensorSpec(need.shape, dtype) for name, need in self._needs.items()}
         self._layout = RegionLayout(TransferPlan(1, tensors, ()))
@@ -128,6 +129,11 @@ class VllmEngine(TaskEngine):
     def interruptible(self) -> bool:
         """Whether responses continue with new weights, as `rollout.on_swap` says."""
         return self._sampling.on_swap != "finish"
+
+    def use_sampling(self, sampling: SamplingConfig) -> None:
+        drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+        self._sampling = self._sampling.model_copy(update=drawn)
+        self._temperature = sampling.temperature * self._plan.logits_scale  # (the model's logits may be scaled)
 
     @cached_property
     def _tells_versions(self) -> bool:
@@ -301,7 +307,7 @@ class VllmEngine(TaskEngine):
             interval = {}  # vLLM 0.23 reports every token
         return SamplingParams(
             seed=seed,
-            temperature=self._plan.temperature,
+            temperature=self._temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=request.limit(sampling.max_response_tokens) - len(before),
