@@ -105,6 +105,8 @@ def _num_processes(run: RunConfig) -> int:
     return ranks + run.tq.num_storage_units + run.tq.num_controllers
 
 
+_REF_INTERVAL = "algorithm.ref_update_interval"
+
 AT_START: Rules = {
     # Roles that have nothing to do, or that are missing.
     "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set "
@@ -203,6 +205,36 @@ AT_START: Rules = {
     ),
     "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to 0, or "
     "tri_model to false": lambda run: run.actor.tri_model and run.algorithm.ref_update_interval,
+    "ref.path: has nothing to do because algorithm.kl_coef is 0; leave it out, or set "
+    "algorithm.kl_coef > 0": lambda run: run.ref.path is not None and run.algorithm.kl_coef == 0,
+    "ref.path: cannot be used with {found}, whose reference follows or is laid out like the policy; remove one of the "
+    "two": lambda run: (
+        run.ref.path is not None
+        and ("actor.tri_model" if run.actor.tri_model else run.algorithm.ref_update_interval and _REF_INTERVAL)
+    ),
+    # Adapters.
+    "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
+        run.lora is not None and run.actor.engine != "fsdp"
+    ),
+    "lora.modules_to_save: cannot be used with weightsync.lora adapter, since engines take no whole modules with an "
+    "adapter; set weightsync.lora to merged, or leave the modules out": lambda run: (
+        run.sends_adapter and run.lora is not None and run.lora.modules_to_save
+    ),
+    "lora.modules_to_save: cannot be used with one actor rank and actor.autocast bfloat16, whose frozen base is in "
+    "bfloat16 throughout; launch two ranks, or set actor.autocast to float32": lambda run: (
+        run.lora is not None
+        and run.lora.modules_to_save
+        and run.roles.get("actor") == 1
+        and run.actor.autocast == "bfloat16"
+    ),
+    "weightsync.lora: adapter cannot be used with {found}, which takes whole weights; set weightsync.lora to "
+    "merged": lambda run: (
+        run.sends_adapter
+        and (
+            ("actor_fwd" in run.roles and "role actor_fwd")
+            or (run.algorithm.ref_update_interval and run.algorithm.kl_coef > 0 and _REF_INTERVAL)
+        )
+    ),
     # Data and rewards.
     "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "
     "with the ground truth; name the field, or a reward that needs none (module:function, "
