@@ -23,10 +23,12 @@ from launcher.config.paths import check_makeable
 from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import search_beside
+from workers.data.model_files import stored_tensors
 from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, Parts
+from workers.engines.lora import adapter_shapes, adapter_targets
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -120,7 +122,12 @@ class Preflight:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version of the weights on the wire."""
-        return self.num_parameters * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
+        wire = DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
+        if self.config.lora is None or not self.config.sends_adapter:
+            return self.num_parameters * wire
+        stored = stored_tensors(Path(self.config.model.path))
+        targets = adapter_targets({name: tensor.shape for name, tensor in stored.items()}, self.config.lora)
+        return wire * sum(math.prod(shape) for shape in adapter_shapes(targets, self.config.lora.rank).values())
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
@@ -133,6 +140,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     tasks = _check_settings(config)
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
     devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
+    _check_adapters(config, devices)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     here = has_launchers_interpreter(config, HEAD)
     models, data = _check_files(config, here)
@@ -161,6 +169,16 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     tasks = place_tasks(graph_of(config), tuple(config.roles))
     check_batch_sizes(config)
     return tasks
+
+
+def _check_adapters(config: RunConfig, devices: Devices) -> None:
+    over_ranks = config.vllm.tensor_parallel_size > 1 and any(map(config.is_vllm, config.roles))
+    if config.sends_adapter and over_ranks and not vendor_of(devices.kind).has_adapters_over_ranks:
+        raise ConfigError(
+            f"weightsync.lora: adapter cannot be used with vllm.tensor_parallel_size "
+            f"{config.vllm.tensor_parallel_size} on {devices.kind}, where adapters of vLLM instances with several ranks "
+            f"are known to crash; set weightsync.lora to merged, or vllm.tensor_parallel_size to 1"
+        )
 
 
 def _usable_devices(config: RunConfig) -> Devices:

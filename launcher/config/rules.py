@@ -11,6 +11,7 @@ from tq.policies import policy_name
 from workers.settings.algorithms import ZERO_VARIANCE
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.run import RunConfig
+from workers.settings.vllm import LORA_RANKS
 
 Rules = Mapping[str, Callable[[RunConfig], object]]
 """Why a run is refused -> when. In a message, `{section.key}` stands for a setting, `{found}` for what the condition
@@ -93,6 +94,12 @@ def _too_long_for_vllm(run: RunConfig) -> tuple[str, int, int] | None:
         if sampling.engine == "vllm" and longest is not None and longest < together:
             return role, sampling.max_response_tokens, together
     return None
+
+
+def _largest_of_vllm(run: RunConfig) -> int:
+    """Return the largest rank of adapters that vLLM takes if the run's is larger, otherwise 0."""
+    too_large = run.lora is not None and run.sends_adapter and run.lora.rank > LORA_RANKS[-1]
+    return LORA_RANKS[-1] if too_large and any(map(run.is_vllm, run.roles)) else 0
 
 
 def _most_evaluators(run: RunConfig) -> int:
@@ -227,13 +234,21 @@ AT_START: Rules = {
         and run.roles.get("actor") == 1
         and run.actor.autocast == "bfloat16"
     ),
-    "weightsync.lora: adapter cannot be used with {found}, which takes whole weights; set weightsync.lora to "
-    "merged": lambda run: (
+    "weightsync.lora: adapter cannot be used with {found} of ref.engine {ref.engine}, which takes whole weights; set "
+    "weightsync.lora to merged, or ref.engine to hf": lambda run: (
         run.sends_adapter
+        and run.ref.engine != "hf"
         and (
-            ("actor_fwd" in run.roles and "role actor_fwd")
+            ("actor_fwd" in run.roles and run.ref.engine in ("fsdp", "megatron") and "role actor_fwd")
             or (run.algorithm.ref_update_interval and run.algorithm.kl_coef > 0 and _REF_INTERVAL)
         )
+    ),
+    "lora.rank: vLLM takes adapters of rank {found} at most; lower it, or set weightsync.lora to merged": lambda run: (
+        _largest_of_vllm(run)
+    ),
+    "openai.model: is missing; it names the adapter that openai.update {openai.update} loads; set it, or "
+    "weightsync.lora to merged": lambda run: (
+        run.sends_adapter and run.rollout.engine == "openai" and run.openai.update != "vllm" and not run.openai.model
     ),
     # Data and rewards.
     "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "

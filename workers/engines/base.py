@@ -22,6 +22,7 @@ from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
@@ -369,6 +370,8 @@ class ValueEngine(TrainedEngine, Protocol):
 #         def __init__(self, setup: EngineSetup) -> None: ...
 #
 # The class must also implement one of the protocols above: `GenerateEngine`, `TrainEngine`, `FrozenEngine`. Its
+# A generating engine that takes adapters (`EngineSetup.adapter`) says so by a class attribute `takes_adapters = True`.
+# Its
 # `Config` may have a method `check(run)`, which is called before anything starts and raises `ConfigError` if other
 # settings of the run do not fit.
 
@@ -382,10 +385,16 @@ class EngineSetup:
     options: Any  # for a class outside the package: an instance of its `Config`
     sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
     weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
+    follows_policy: bool = True  # whether it gets versions of the policy; False: a reference that stays the same
 
     @property
     def model_dir(self) -> Path:
         return Path(self.run.model.path)
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """What versions of the weights are: adapters of this kind, on the model's own files; None: whole weights."""
+        return self.run.lora if self.run.sends_adapter and self.follows_policy else None
 
     @property
     def actor(self) -> ActorConfig:

@@ -89,6 +89,11 @@ def adapter_shapes(targets: Mapping[str, tuple[int, int]], rank: int) -> dict[st
     return shapes
 
 
+def adapted_modules(names: Iterable[str]) -> list[str]:
+    """Return the paths of the layers that the tensors of an adapter belong to."""
+    return [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
+
+
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return W + scaling x B A in float32 (or the weight's wider type); cast it once, where it is used."""
     exact = torch.promote_types(weight.dtype, torch.float32)

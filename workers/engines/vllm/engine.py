@@ -22,14 +22,18 @@ from weightsync.slot_memory import Region, RegionLayout, SlotMemory
 from weightsync.version import Version
 from workers.data.model_files import max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.lora import adapted_modules, peft_config
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import (
+    ADAPTER,
+    ADAPTER_ID,
     VllmProcess,
     engine_arguments,
     has_request_seeds,
     max_length,
     plan_log_probs,
 )
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -39,6 +43,9 @@ from workers.settings.vllm import VllmConfig
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
 #     receive_while_paused: pause, resume .................  several ranks receive a broadcast
 #     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation)
+#
+# With an adapter (`lora`), vLLM reads the base from the model's files, and a version is an adapter that replaces the
+# last one under the same id: responses that run are bound to that id, so they go on with the new one.
 #
 # Running responses continue with new weights. Where vLLM reports which version drew which tokens, its scheduler pauses
 # between two tokens, and nothing is lost. Where it does not, a swap ends what runs, and each response goes on as a new
@@ -73,10 +80,12 @@ class VllmEngine(TaskEngine):
         max_prompt_tokens: int,
         device: torch.device,
         joins_groups: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
-        super().__init__(model_dir, model, sampling, max_len)
+        super().__init__(model_dir, model, sampling, max_len, lora)
         self._config = config
+        self._lora = lora
         self._seeds_requests = has_request_seeds(config, device)
         self._plan = plan_log_probs(sampling)
         dtype = config.dtype or model.dtype
@@ -92,8 +101,9 @@ class VllmEngine(TaskEngine):
         self._no_swap = asyncio.Event()  # cleared while weights are swapped
         self._no_swap.set()
         arguments = engine_arguments(
-            model_dir, model, config, self._plan, max_len=max_len, num_slots=sampling.batch_size, device=device
-        )
+            model_dir, model, config, self._plan,
+            max_len=max_len, num_slots=sampling.batch_size, device=device, lora=lora,
+        )  # fmt: skip
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
         self._tasks = ResponseTasks("vllm")
@@ -114,6 +124,7 @@ class VllmEngine(TaskEngine):
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
             joins_groups=setup.run.weightsync.path == "broadcast",
+            lora=setup.adapter,
         )
 
     @property
@@ -221,7 +232,12 @@ class VllmEngine(TaskEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         tensors = msgspec.to_builtins(self._layout.plan.tensors)
-        request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors})
+        lora, adapter = self._lora, {}
+        if lora is not None:
+            adapter = peft_config(lora, adapted_modules(self._needs), base="")
+        request = WeightTransferInitRequest(
+            init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors, "adapter": adapter}
+        )
         await self._llm.init_weight_transfer_engine(request)
         # The first request would ask for it before it is sent, and a swap could overtake it.
         await self._llm.get_supported_tasks()
@@ -262,7 +278,8 @@ class VllmEngine(TaskEngine):
         prompt = {"type": "token", "prompt_token_ids": token_ids, "cache_salt": str(load_number)}
         parameters = self._parameters(request, before)
         name = f"{load_number}-{request.index}-{request.ticket}"
-        async with aclosing(self._llm.generate(prompt, parameters, name)) as outputs:
+        adapter = {} if self._lora is None else {"lora_request": adapter_request()}
+        async with aclosing(self._llm.generate(prompt, parameters, name, **adapter)) as outputs:
             num_seen = 0
             async for output in outputs:
                 completion = output.outputs[0]
@@ -336,14 +353,28 @@ class VllmEngine(TaskEngine):
             version = {}
         try:
             await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-            await self._llm.finish_weight_update(**version)
-            await self._llm.collective_rpc("weights_loaded")
+            if self._lora is None:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                await self._llm.finish_weight_update(**version)
+                await self._llm.collective_rpc("weights_loaded")
+            else:
+                await self._llm.collective_rpc("load_adapter", args=(update,))
+                if self._tells_versions:  # vLLM counts weights only: the adapter's version is told to it
+                    await self._llm.update_weight_version(str(number))
             await self._llm.resume_generation()
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
         self._no_swap.set()
+
+
+def adapter_request() -> Any:
+    """Return the `LoRARequest` of every response: the adapter that the ranks hold, whichever version it is."""
+    from vllm.lora.request import LoRARequest
+
+    # Not with `load_inplace`: vLLM would read the adapter again in every step. There are no files: one that a rank does
+    # not hold is an error.
+    return LoRARequest(ADAPTER, ADAPTER_ID, f"{ADAPTER} of this process")
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
