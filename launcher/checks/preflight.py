@@ -176,8 +176,8 @@ def _check_adapters(config: RunConfig, devices: Devices) -> None:
     if config.sends_adapter and over_ranks and not vendor_of(devices.kind).has_adapters_over_ranks:
         raise ConfigError(
             f"weightsync.lora: adapter cannot be used with vllm.tensor_parallel_size "
-            f"{config.vllm.tensor_parallel_size} on {devices.kind}, where adapters of vLLM instances with several ranks "
-            f"are known to crash; set weightsync.lora to merged, or vllm.tensor_parallel_size to 1"
+            f"{config.vllm.tensor_parallel_size} on {devices.kind}, where vLLM instances of several ranks are known to "
+            f"crash with adapters; set weightsync.lora to merged, or vllm.tensor_parallel_size to 1"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from packaging.requirements import Requirement
 
 from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import OWN_ARGUMENTS, VllmConfig
@@ -133,8 +134,9 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
     sampling = SamplingConfig(max_response_tokens=8)
     given = engine_arguments(
         Path("model"), ModelConfig(path="model"), VllmConfig(), plan_log_probs(sampling),
-        max_len=16, num_slots=1, device=torch.device(device),
+        max_len=16, num_slots=1, device=torch.device(device), lora=LoraConfig(rank=20),
     )  # fmt: skip
+    assert given["max_lora_rank"] == 32
     assert {*given, *OWN_ARGUMENTS} <= set(RECORDS["vllm"]["names"]["vllm.AsyncEngineArgs"]["parameters"])
 
 

@@ -141,6 +141,15 @@ class VllmEngine(TaskEngine):
         return self._sampling.on_swap != "finish"
 
     @cached_property
+    def _adapter(self) -> Any:
+        """What binds a request to the adapter that the ranks hold, whichever version it is; None: to whole weights."""
+        from vllm.lora.request import LoRARequest
+
+        # Not with `load_inplace`: vLLM would read the adapter again in every step. The path leads nowhere, so that an
+        # adapter that a rank does not hold is an error.
+        return None if self._lora is None else LoRARequest(ADAPTER, ADAPTER_ID, "/held-by-the-ranks")
+
+    @cached_property
     def _tells_versions(self) -> bool:
         """Whether vLLM reports which weights drew which tokens."""
         from vllm.outputs import CompletionOutput
@@ -278,8 +287,7 @@ class VllmEngine(TaskEngine):
         prompt = {"type": "token", "prompt_token_ids": token_ids, "cache_salt": str(load_number)}
         parameters = self._parameters(request, before)
         name = f"{load_number}-{request.index}-{request.ticket}"
-        adapter = {} if self._lora is None else {"lora_request": adapter_request()}
-        async with aclosing(self._llm.generate(prompt, parameters, name, **adapter)) as outputs:
+        async with aclosing(self._llm.generate(prompt, parameters, name, lora_request=self._adapter)) as outputs:
             num_seen = 0
             async for output in outputs:
                 completion = output.outputs[0]
@@ -366,15 +374,6 @@ class VllmEngine(TaskEngine):
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
         self._no_swap.set()
-
-
-def adapter_request() -> Any:
-    """Return the `LoRARequest` of every response: the adapter that the ranks hold, whichever version it is."""
-    from vllm.lora.request import LoRARequest
-
-    # Not with `load_inplace`: vLLM would read the adapter again in every step. There are no files: one that a rank does
-    # not hold is an error.
-    return LoRARequest(ADAPTER, ADAPTER_ID, f"{ADAPTER} of this process")
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
