@@ -235,11 +235,11 @@ AT_START: Rules = {
         and run.actor.autocast == "bfloat16"
     ),
     "weightsync.lora: adapter cannot be used with {found} of ref.engine {ref.engine}, which takes whole weights; set "
-    "weightsync.lora to merged, or ref.engine to hf": lambda run: (
+    "weightsync.lora to merged, or ref.engine to hf or fsdp": lambda run: (
         run.sends_adapter
-        and run.ref.engine != "hf"
+        and run.ref.engine not in ("hf", "fsdp")
         and (
-            ("actor_fwd" in run.roles and run.ref.engine in ("fsdp", "megatron") and "role actor_fwd")
+            ("actor_fwd" in run.roles and run.ref.engine == "megatron" and "role actor_fwd")
             or (run.algorithm.ref_update_interval and run.algorithm.kl_coef > 0 and _REF_INTERVAL)
         )
     ),

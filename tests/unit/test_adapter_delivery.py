@@ -117,8 +117,8 @@ def test_dry_run_says_what_a_version_is_and_how_large() -> None:
             "openai.model: is missing; it names the adapter",
         ),
         (
-            ("ref.engine=fsdp", "ref.shards=2", "algorithm.ref_update_interval=2"),
-            "algorithm.ref_update_interval of ref.engine fsdp, which takes whole weights",
+            ("ref.engine=megatron", "ref.megatron.tensor_parallel=2", "algorithm.ref_update_interval=2"),
+            "algorithm.ref_update_interval of ref.engine megatron, which takes whole weights",
         ),
     ],
     ids=["rank", "own update", "shared reference"],

@@ -6,7 +6,7 @@ therefore keeps the plain model in the element type in which it was built; under
 through a `Bfloat16Twin`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weightsync.plan import Need
 from workers.checkpoint.saved_shards import WHOLE, ExportShare
 from workers.data.model_files import HEAD_TENSORS, POLICY_KEY, SCORE_HEAD
 from workers.engines.base import (
@@ -37,12 +38,16 @@ from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.export import export_saved
 from workers.engines.hf.model import (
     DTYPES,
+    attach_adapter,
     check_stored,
     decoder_layers,
     empty_causal_lm,
     materialize,
+    read_parameters,
+    replace_weights,
     stored_names,
     vocab_size,
+    write_parameters,
 )
 from workers.engines.hf.weights import HfWeights
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
@@ -51,6 +56,7 @@ from workers.engines.packed_forward import InputsOfBatch, cut, response_log_prob
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 
 COMPILER = "inductor"
 
@@ -412,13 +418,28 @@ class FsdpFrozenModel(FsdpCopy):
 
     Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
     the model that its config.json describes.
+
+    With `lora`, `load_weights` gets adapters, which every rank holds whole, on the base in `model_dir`; `weights_dir`
+    then holds an adapter, unless it is `model_dir`.
     """
 
     def __init__(
-        self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
+        self,
+        model_dir: Path,
+        training: TrainingConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        weights_dir: Path,
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__(model_dir, training, temperature=temperature, device=device)
-        self.read_weights(weights_dir)
+        self._adapter: dict[str, nn.Parameter] | None = None
+        if lora is not None:
+            super().read_weights(model_dir)
+            self._adapter = attach_adapter(self._model, lora)
+        if lora is None or weights_dir != model_dir:
+            self.read_weights(weights_dir)
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpFrozenModel":
@@ -428,7 +449,31 @@ class FsdpFrozenModel(FsdpCopy):
             temperature=setup.run.rollout.temperature,
             device=setup.device,
             weights_dir=setup.weights_dir or setup.model_dir,
+            lora=setup.adapter,
         )
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        if self._adapter is None:
+            return super().weight_needs()
+        return {name: Need(tuple(tensor.shape)) for name, tensor in self._adapter.items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        if self._adapter is None:
+            super().load_weights(weights)
+        else:
+            replace_weights(self._adapter, weights, adopt=False)
+
+    def read_weights(self, weights_dir: Path) -> None:
+        if self._adapter is None:
+            super().read_weights(weights_dir)
+        else:
+            read_parameters(self._adapter, HfWeights(weights_dir), what="the adapter")
+
+    def save_weights(self, target: Path) -> None:
+        if self._adapter is None:
+            super().save_weights(target)
+        elif dist.get_rank() == 0:
+            write_parameters(self._adapter, target)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A]: each rank computes some of the samples, and all get the results of all.

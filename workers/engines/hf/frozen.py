@@ -32,8 +32,9 @@ from workers.engines.hf.model import (
     stored_names,
     vocab_size,
     weight_needs,
+    write_parameters,
 )
-from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.hf.weights import HfWeights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.rows.packed_rows import Sequences
@@ -104,10 +105,7 @@ class FrozenModel:
         return weight_needs(self._model) if self._lora is None else adapter_needs(self._model, self._lora)
 
     def save_weights(self, target: Path) -> None:
-        parameters = self._parameters
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        target.mkdir(parents=True, exist_ok=True)
-        write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
+        write_parameters(self._parameters, target)
 
     def _read_weights(self, weights: HfWeights) -> None:
         if self._lora is None:

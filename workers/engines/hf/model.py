@@ -25,7 +25,7 @@ from weightsync.plan import Need
 from workers.data.model_files import few_of
 from workers.engines.base import GenerateRequest, check_request
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.hf.weights import HfWeights
+from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.lora import PREFIX, A, B, adapted_modules, adapter_shapes, adapter_targets
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
@@ -241,6 +241,13 @@ def read_parameters(parameters: Mapping[str, nn.Parameter], weights: HfWeights, 
     """Fill parameters from files that hold these and nothing else. Raises ConfigError, see `HfWeights`."""
     weights.check_used(dict.fromkeys(parameters, ()), model=what)
     weights.fill(local_shards(parameters.items()))
+
+
+def write_parameters(parameters: Mapping[str, nn.Parameter], target: Path) -> None:
+    """Create a directory with parameters as safetensors, in their own element type."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    target.mkdir(parents=True, exist_ok=True)
+    write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
 
 @torch.no_grad()
