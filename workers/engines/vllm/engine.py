@@ -27,7 +27,9 @@ from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import (
     ADAPTER,
     ADAPTER_ID,
+    NO_ADAPTERS,
     VllmProcess,
+    adapter_arguments,
     engine_arguments,
     has_request_seeds,
     max_length,
@@ -100,9 +102,10 @@ class VllmEngine(TaskEngine):
         self.version = 0
         self._no_swap = asyncio.Event()  # cleared while weights are swapped
         self._no_swap.set()
+        adapters = NO_ADAPTERS if lora is None else adapter_arguments(lora, adapted_modules(self._needs))
         arguments = engine_arguments(
             model_dir, model, config, self._plan,
-            max_len=max_len, num_slots=sampling.batch_size, device=device, lora=lora,
+            max_len=max_len, num_slots=sampling.batch_size, device=device, adapters=adapters,
         )  # fmt: skip
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm

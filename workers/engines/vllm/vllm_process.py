@@ -9,7 +9,7 @@ import multiprocessing.spawn
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ BACKEND = "asyncflow"  # the weight transfer engine that they register
 LOAD_FORMAT = "asyncflow"  # the model loader that they register: it reads the files that the other engines read
 # With `lora`: the one adapter that vLLM has.
 ADAPTER, ADAPTER_ID = "asyncflow", 1
+NO_ADAPTERS: Mapping[str, Any] = {}
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
 _BATCHED_TOKENS = 8192  # of a step of vLLM's on an accelerator
@@ -97,20 +98,16 @@ def engine_arguments(
     max_len: int,
     num_slots: int,
     device: torch.device,
-    lora: LoraConfig | None = None,
+    adapters: Mapping[str, Any] = NO_ADAPTERS,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs`; `lora`: of the adapters that it gets."""
+    """Return the arguments of vLLM's `AsyncEngineArgs`; `adapters`: see `adapter_arguments`."""
     on_cpu = device.type == "cpu"
-    adapters: dict[str, Any] = {}
-    if lora is not None:
-        room = next(rank for rank in LORA_RANKS if rank >= lora.rank)
-        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     cache_gb = config.kv_cache_gb or (_CPU_CACHE_GB if on_cpu else None)
     return {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
         # The weights come from the trainer; with an adapter, the base comes from the model's files.
-        "load_format": "dummy" if lora is None else LOAD_FORMAT,
+        "load_format": "dummy" if not adapters else LOAD_FORMAT,
         "generation_config": "vllm",  # the run's sampling settings count, not the model's defaults
         "dtype": config.dtype or model.dtype,
         "max_model_len": max_len,
@@ -132,6 +129,17 @@ def engine_arguments(
         "disable_log_stats": True,
         **adapters,
         **config.engine_args,
+    }
+
+
+def adapter_arguments(lora: LoraConfig, modules: Iterable[str]) -> dict[str, Any]:
+    """Return further engine arguments for adapters of the layers `modules`, as the model's files name them."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.rank),
+        # Otherwise vLLM would also add zeros to the logits, and refuse the largest vocabularies.
+        "lora_target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
 
 
