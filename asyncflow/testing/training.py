@@ -85,7 +85,7 @@ def save_adapted_model(path: Path, base: Path, lora: LoraConfig, *, seed: int) -
     targets = adapter_targets({name: tuple(weight.shape) for name, weight in weights.items()}, lora)
     random = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.randn(shape, generator=random) * 0.3 for name, shape in adapter_shapes(targets, lora.rank).items()
+        name: torch.randn(shape, generator=random) * 0.2 for name, shape in adapter_shapes(targets, lora.rank).items()
     }
     for module in targets:
         a, b = (tensors[PREFIX + module + end] for end in (A, B))
