@@ -107,6 +107,7 @@ class Preflight:
     first_row: PromptRow | None
     first_prompt: ShownPrompt | None
     num_parameters: int
+    num_trained: int
     num_reward_parameters: int = 0
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
@@ -139,7 +140,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.num_reward_parameters, models.memory,
+        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.memory,
         num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
+    from weightsync.sender import Shard
     from workers.checkpoint.saved_shards import ExportShare
 
 
@@ -314,8 +315,9 @@ class TrainEngine(TrainedEngine, Protocol):
         see `check_sequences`.
         """
 
-    def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
+    def shards(self) -> "Iterable[Shard]":
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`.
+        With `lora`, those that `weightsync.lora` names (`workers.engines.lora`)."""
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory (safetensors, config, tokenizer), creating `target`.
@@ -382,10 +384,11 @@ class EngineSetup:
     options: Any  # for a class outside the package: an instance of its `Config`
     sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
     weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
+    other_model: str | None = None  # of a reference that is another model; None: the policy's
 
     @property
     def model_dir(self) -> Path:
-        return Path(self.run.model.path)
+        return Path(self.other_model or self.run.model.path)
 
     @property
     def actor(self) -> ActorConfig:
