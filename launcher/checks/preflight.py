@@ -23,12 +23,10 @@ from launcher.config.paths import check_makeable
 from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import search_beside
-from workers.data.model_files import stored_tensors
 from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, Parts
-from workers.engines.lora import adapter_shapes, adapter_targets
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -109,6 +107,7 @@ class Preflight:
     first_row: PromptRow | None
     first_prompt: ShownPrompt | None
     num_parameters: int
+    num_trained: int
     num_reward_parameters: int = 0
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
@@ -122,12 +121,8 @@ class Preflight:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version of the weights on the wire."""
-        wire = DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
-        if self.config.lora is None or not self.config.sends_adapter:
-            return self.num_parameters * wire
-        stored = stored_tensors(Path(self.config.model.path))
-        targets = adapter_targets({name: tensor.shape for name, tensor in stored.items()}, self.config.lora)
-        return wire * sum(math.prod(shape) for shape in adapter_shapes(targets, self.config.lora.rank).values())
+        sent = self.num_trained if self.config.sends_adapter else self.num_parameters
+        return sent * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
@@ -147,7 +142,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.num_reward_parameters, models.memory,
+        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.memory,
         num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip
 

@@ -204,7 +204,7 @@ AT_START: Rules = {
     "ref.engine to hf": lambda run: (
         run.ref.engine in ("fsdp", "megatron")
         and run.algorithm.kl_coef > 0
-        and not ("ref" in run.roles or run.actor.tri_model)
+        and not ("ref" in run.roles or run.actor.tri_model or run.reference_is_base)
     ),
     "actor.engine: {actor.engine} trains no critic, which algorithm.name {algorithm.name} has; add role critic "
     "(--roles ...,critic:N), where fsdp trains it, or set actor.engine to fsdp": lambda run: (
@@ -223,6 +223,8 @@ AT_START: Rules = {
     "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
         run.lora is not None and run.actor.engine != "fsdp"
     ),
+    "actor.tri_model: cannot be used with lora here, since the actor would keep {found} older policies, which are not "
+    "kept of adapters; set it to false": lambda run: run.lora and run.actor.tri_model and run.num_old_policies,
     "lora.modules_to_save: cannot be used with weightsync.lora adapter, since engines take no whole modules with an "
     "adapter; set weightsync.lora to merged, or leave the modules out": lambda run: (
         run.sends_adapter and run.lora is not None and run.lora.modules_to_save

@@ -173,6 +173,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
+    trained = parameters if config.lora is None else checked.num_trained
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
     version = checked.version_bytes if config.sends_adapter else parameters * wire
     on_cpu = checked.devices.kind == "cpu"
@@ -184,7 +185,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
     return {
         "weight slots": config.weightsync.num_slots * version,
-        **(state_of_roles(config, parameters) if on_cpu else {}),
+        **(state_of_roles(config, parameters, trained) if on_cpu else {}),
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire,
         "broadcasts": len(instances) * version if config.weightsync.path == "broadcast" and not on_cpu else 0,

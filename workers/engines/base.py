@@ -27,6 +27,7 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
+    from weightsync.sender import Shard
     from workers.checkpoint.saved_shards import ExportShare
 
 
@@ -315,8 +316,9 @@ class TrainEngine(TrainedEngine, Protocol):
         see `check_sequences`.
         """
 
-    def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
+    def shards(self) -> "Iterable[Shard]":
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`.
+        With `lora`, those that `weightsync.lora` names (`workers.engines.lora`)."""
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory (safetensors, config, tokenizer), creating `target`.
@@ -386,10 +388,11 @@ class EngineSetup:
     sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
     weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
     follows_policy: bool = True  # whether it gets versions of the policy; False: a reference that stays the same
+    other_model: str | None = None  # of a reference that is another model; None: the policy's
 
     @property
     def model_dir(self) -> Path:
-        return Path(self.run.model.path)
+        return Path(self.other_model or self.run.model.path)
 
     @property
     def adapter(self) -> LoraConfig | None:

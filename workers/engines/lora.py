@@ -1,5 +1,5 @@
 """Low-rank adapters: which modules have one, what its tensors are called, and its files in peft's form. Pure: no
-processes, no engine.
+processes, no engine, and no torch at import (the launcher asks it, too). Layers: `workers.engines.hf.adapter`.
 
     W' = W + scaling x B A       A [rank, in], B [out, rank]       (Hu et al. 2021, arXiv 2106.09685, eq. 3)
 
@@ -13,19 +13,20 @@ yields depends on `weightsync.lora`:
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from asyncflow.errors import ConfigError
-from workers.data.model_files import few_of, model_fingerprint, stored_tensors
+from workers.data.model_files import few_of
 from workers.settings.lora import ALL_LINEAR, LoraConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
@@ -34,7 +35,6 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
 # Path components that stand before the number of a decoder layer.
 _STACKS = ("layers", "h", "blocks")
-_SAMPLE_BYTES = 4096
 
 Shape = tuple[int, ...]
 
@@ -94,14 +94,25 @@ def adapted_modules(names: Iterable[str]) -> list[str]:
     return [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return W + scaling x B A in float32 (or the weight's wider type); cast it once, where it is used."""
+def trained_parameters(shapes: Mapping[str, Shape], lora: LoraConfig) -> int:
+    """Return how many parameters are trained: those of the adapter, and of `modules_to_save`."""
+    adapter = adapter_shapes(adapter_targets(shapes, lora), lora.rank).values()
+    return sum(math.prod(shape) for shape in (*adapter, *(shapes[name] for name in saved_weights(shapes, lora))))
+
+
+def merge(weight: "Tensor", a: "Tensor", b: "Tensor", scaling: float) -> "Tensor":
+    """Return W + scaling x B A in float32 (or the weight's wider type); cast it once, where it is used. Rows of W need
+    the same rows of B."""
+    import torch
+
     exact = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(exact) + scaling * (b.to(exact) @ a.to(exact))
 
 
-def initial_a(name: str, shape: Shape, lora: LoraConfig, *, seed: int) -> Tensor:
+def initial_a(name: str, shape: Shape, lora: LoraConfig, *, seed: int) -> "Tensor":
     """Return A at the start, float32; it depends on its name and the run's seed alone, not on ranks or devices."""
+    import torch
+
     generator = torch.Generator().manual_seed(xxhash.xxh3_64(f"{seed}/{name}".encode()).intdigest() % 2**63)
     a = torch.empty(shape, dtype=torch.float32)
     if lora.init == "gaussian":
@@ -134,10 +145,12 @@ def peft_config(lora: LoraConfig, targets: Iterable[str], *, base: str) -> dict[
 
 
 def write_adapter(
-    target: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, targets: Iterable[str], *, base: str
+    target: Path, tensors: "Mapping[str, Tensor]", lora: LoraConfig, targets: Iterable[str], *, base: str
 ) -> None:
     """Write an adapter in peft's form into `target`, which is created. `tensors` are contiguous, on the CPU, by their
     names in the file."""
+    from safetensors.torch import save_file
+
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps(peft_config(lora, targets, base=base), indent=2, sort_keys=True)
     (target / CONFIG_FILE).write_text(text)
@@ -145,14 +158,14 @@ def write_adapter(
     (target / WEIGHTS_FILE).chmod((target / CONFIG_FILE).stat().st_mode)  # safetensors makes it its owner's only
 
 
-def read_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter in peft's form, by name. Raises ConfigError if it is not the plain LoRA that
-    `lora` describes, or does not fit the model."""
+def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ConfigError if a directory does not hold, in peft's form, the plain LoRA that `lora` describes, or it does
+    not fit the model. Reads headers only."""
     given = f"lora.path: {directory}"
     try:
         config = json.loads((directory / CONFIG_FILE).read_text())
-        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it has no other iterator)
+        with safe_open(directory / WEIGHTS_FILE, framework="np") as file:
+            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{given} cannot be read as an adapter ({error}); name peft's directory of one") from error
     _check_plain(config, given)
@@ -166,14 +179,23 @@ def read_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[
         if theirs != own:
             raise ConfigError(f"{given} has {key} {theirs}, but lora.{name} is {own}; set it to the adapter's")
     shapes = adapter_shapes(targets, lora.rank)
-    missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    missing, unknown = shapes.keys() - held.keys(), held.keys() - shapes.keys()
     if missing or unknown:
-        lacks, others = (few_of(sorted(names)) or "none" for names in (missing, unknown))
-        raise ConfigError(f"{given} does not fit lora.targets: it lacks {lacks}, and has besides {others}")
+        lacks, others = (few_of(names) or "nothing" for names in (missing, unknown))
+        raise ConfigError(
+            f"{given} does not fit lora.targets {lora.targets!r}: it lacks {lacks}, and has besides {others}"
+        )
     for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ConfigError(f"{given}: {name} has shape {tuple(tensors[name].shape)}, but the model asks for {shape}")
-    return {name: tensors[name] for name in shapes}
+        if held[name] != shape:
+            raise ConfigError(f"{given}: {name} has shape {held[name]}, but the model asks for {shape}")
+
+
+def read_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> "dict[str, Tensor]":
+    """Return the tensors of an adapter in peft's form, by name, in the files' element type; errors as
+    `check_adapter`."""
+    check_adapter(directory, lora, targets)
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in adapter_shapes(targets, lora.rank)}
 
 
 def _check_plain(config: Mapping[str, Any], given: str) -> None:
@@ -191,20 +213,6 @@ def _check_plain(config: Mapping[str, Any], given: str) -> None:
             raise ConfigError(f"{given} has {key}, which is not supported; name an adapter without it")
     if config.get("bias", "none") != "none":
         raise ConfigError(f"{given} trains biases (bias {config['bias']}), which is not supported; use bias none")
-
-
-def base_fingerprint(model_dir: Path) -> str:
-    """Return a hash (hex) of a base model: its architecture, and of each weight its name, shape, element type and some
-    of its bytes. Costs a read of 4 KiB a weight; how weights are divided into files does not matter."""
-    digest = xxhash.xxh3_128(model_fingerprint(model_dir).encode())
-    for name, stored in sorted(stored_tensors(model_dir).items()):
-        digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
-        with stored.file.open("rb") as file:
-            # From the middle: rows of rare tokens at the ends of an embedding may be equal in related models.
-            size = min(_SAMPLE_BYTES, stored.stop - stored.start)
-            file.seek(stored.start + (stored.stop - stored.start - size) // 2)
-            digest.update(file.read(size))
-    return digest.hexdigest()
 
 
 def _is_in_layer(name: str) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncflow.settings import Settings
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
 # peft's initializations that change the base, or are not of the plain form: a generator that holds the model's own
 # files would compute another policy.
 _REWRITES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|loftq|eva|corda|orthogonal|mica|lora_ga", re.IGNORECASE)
