@@ -54,6 +54,8 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileEntry]  # path in the checkpoint -> its size and checksum; without `meta.json` and `queue/`
     # Of the model when the run started: name -> content (`workers.data.tokenizer.tokenizer_files`).
     tokenizer_files: dict[str, str] = {}
+    # With `lora`, of the base's values (`workers.data.model_files.weights_fingerprint`): the shards lack them.
+    weights_fingerprint: str = ""
     format: int = FORMAT  # of this file
 
     @staticmethod

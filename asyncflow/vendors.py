@@ -79,6 +79,7 @@ class Vendor:
     # Environment variables of every process that uses it, where the user set none.
     environment: Mapping[str, str] = field(default_factory=dict)
     has_request_seeds: bool = True  # whether vLLM's sampler draws as fast with a seed for each request
+    has_adapters_over_ranks: bool = True  # whether vLLM instances of several ranks take adapters (`lora`)
 
     def obstacle(self) -> str:
         """Say why the installed software cannot drive the device; "": it can. Torch-free."""
@@ -236,6 +237,7 @@ _OWN = (
         allocator=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
         environment=_ASCEND,
         has_request_seeds=False,
+        has_adapters_over_ranks=False,
     ),
     _Cuda(
         "cuda",

@@ -92,6 +92,9 @@ class WeightSyncConfig(Settings):
     max_updating: int | None = Field(None, ge=1)
     """How many generating instances may swap their weights at the same time, while the others keep generating; null:
     all."""
+    lora: Literal["adapter", "merged"] = "adapter"
+    """What a version holds with `lora`: `adapter`, which receivers put on the base in the model's directory, or
+    `merged`: whole weights, base plus adapter, for engines that take no adapter."""
     delta: bool = False
     """Between nodes, send only what changed since the version that the other node has, where that is smaller; lossless.
     Has no effect on a single node, where nothing is sent."""

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from workers.engines.base import GenerateEngine
 from workers.engines.load_engine import load_generate_engine
+from workers.engines.lora import WEIGHTS_FILE
 from workers.settings.data import DataConfig
 from workers.settings.engines import ActorConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import RolloutConfig, SamplingConfig
 from workers.settings.run import ModelConfig, RunConfig
 from workers.settings.schedule import ScheduleConfig
+
+ADAPTER = "adapter"  # in a directory of a model with an adapter merged into it: that adapter
 
 
 class Adapter:
@@ -43,6 +47,9 @@ class Adapter:
     later tokens are not those of the new weights alone."""
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
+    lora: ClassVar[LoraConfig | None] = None
+    """If set, `load_weights` gets adapters of this kind, on one base (`EngineSetup.adapter`); the references are models
+    with the adapters merged into them."""
 
     @property
     def name(self) -> str:
@@ -53,21 +60,26 @@ class Adapter:
         """Open an engine, which all tests of a family share; it is closed on leaving.
 
         Args:
-            model_dir: a Hugging Face directory with weights (of a tiny model; a llama if `families` is empty).
+            model_dir: a Hugging Face directory with weights (of a tiny model; a llama if `families` is empty); with
+                `lora`, those of the base.
             sampling: how it draws; `batch_size` responses at a time.
         """
         own = sampling.model_copy(update={"engine": self.engine, "engine_options": dict(self.options)})
-        run = run_config(model_dir, own.model_dump())
+        run = run_config(model_dir, own.model_dump(), lora=self.lora)
         engine = load_generate_engine(run, run.rollout, device=torch.device("cpu"))
         yield engine
         engine.close()
 
     def weights(self, model_dir: Path) -> dict[str, Tensor]:
         """Return what `load_weights` gets for the model in a directory."""
+        if self.lora is not None:
+            return load_file(model_dir / ADAPTER / WEIGHTS_FILE)
         return load_file(model_dir / "model.safetensors")
 
 
-def run_config(model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfig | None = None) -> RunConfig:
+def run_config(
+    model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfig | None = None, lora: LoraConfig | None = None
+) -> RunConfig:
     return RunConfig(
         steps=1,
         roles={"rollout": 1, "actor": 1},
@@ -76,4 +88,5 @@ def run_config(model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfi
         schedule=ScheduleConfig(rollout_batch_size=8, n_samples_per_prompt=2),
         rollout=RolloutConfig.model_validate(rollout),
         actor=actor or ActorConfig(),
+        lora=lora,
     )

@@ -17,7 +17,15 @@ from _pytest.mark.structures import ParameterSet
 
 from asyncflow.errors import BadRequest
 from asyncflow.testing.adapter import Adapter
-from asyncflow.testing.training import EOS, MAX_POSITIONS, VOCABULARY, Reference, save_tiny_model
+from asyncflow.testing.training import (
+    EOS,
+    MAX_POSITIONS,
+    VOCABULARY,
+    Reference,
+    base_of,
+    save_adapted_model,
+    save_tiny_model,
+)
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation, ResamplingEngine, generate
 from workers.settings.rollout import SamplingConfig
 
@@ -130,9 +138,16 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Adapter, s
         key = adapter.name, family
         if key not in made:
             root = tmp_path_factory.mktemp("-".join(key))
-            first, second = (
-                save_tiny_model(root / f"weights-{seed}", family, seed=seed, changes=adapter.model) for seed in (0, 1)
-            )
+            if adapter.lora is not None:
+                base = save_tiny_model(root / "base", family, seed=0, changes=adapter.model)
+                first, second = (
+                    save_adapted_model(root / f"weights-{seed}", base, adapter.lora, seed=seed) for seed in (0, 1)
+                )
+            else:
+                first, second = (
+                    save_tiny_model(root / f"weights-{seed}", family, seed=seed, changes=adapter.model)
+                    for seed in (0, 1)
+                )
             made[key] = first, second
         return made[key]
 
@@ -151,7 +166,8 @@ def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterato
                 old, new = model_dirs(adapter, family)
                 drawn = {"max_response_tokens": MAX_TOKENS, "batch_size": SLOTS, "temperature": 0.8, "top_k": 11}
                 sampling = SamplingConfig.model_validate({**drawn, **adapter.sampling})
-                engine = stack.enter_context(adapter.open(old, sampling))
+                base = old if adapter.lora is None else base_of(old)
+                engine = stack.enter_context(adapter.open(base, sampling))
                 opened[key] = Lab(adapter, engine, sampling, old, new)
             return opened[key]
 
@@ -241,6 +257,22 @@ def test_needs_name_the_weights(lab: Lab) -> None:
     assert {name: need.shape for name, need in needs.items()} == {
         name: tuple(weight.shape) for name, weight in weights.items()
     }
+
+
+def test_adapter_of_zero_is_the_base(model_lab: Lab) -> None:
+    if model_lab.adapter.lora is None:
+        pytest.skip("its weights are whole")
+    nothing = {name: torch.zeros_like(weight) for name, weight in model_lab.adapter.weights(model_lab.old).items()}
+    requests = model_lab.requests(6)
+    adapted = model_lab.drain(requests)
+    model_lab.engine.load_weights(nothing)
+    model_lab.engine.version = 1
+    base = Reference(base_of(model_lab.old), temperature=model_lab.sampling.temperature)
+    responses = model_lab.drain(requests)
+    assert any(not one.response_R.equal(other.response_R) for one, other in zip(adapted, responses, strict=True))
+    for request, response in zip(requests, responses, strict=True):
+        expected = base.log_probs(request.prompt_P, response.response_R)
+        torch.testing.assert_close(response.log_probs_R.double(), expected, rtol=0, atol=model_lab.adapter.tolerance)
 
 
 def test_tokens_carry_the_version_of_the_weights(lab: Lab) -> None:

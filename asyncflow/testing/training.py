@@ -7,7 +7,9 @@ each adapter, layout and family of models.
 
 import importlib.util
 import inspect
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -30,8 +33,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from asyncflow.testing.adapter import ADAPTER
 from asyncflow.testing.plain import Plain
 from asyncflow.testing.train_adapter import TrainAdapter
+from workers.engines.lora import CONFIG_FILE, PREFIX, A, B, adapter_shapes, adapter_targets, write_adapter
+from workers.settings.lora import LoraConfig
 
 # Random models of two layers, and their results in float64.
 #
@@ -70,6 +76,29 @@ def save_tiny_model(path: Path, family: str, *, seed: int, changes: Mapping[str,
     torch.manual_seed(seed)
     model_class(config_class(**{**settings, **changes})).save_pretrained(path)
     return path
+
+
+def save_adapted_model(path: Path, base: Path, lora: LoraConfig, *, seed: int) -> Path:
+    """Write a model with a random adapter merged into it, in float64, and beside it the adapter in peft's form; returns
+    its directory."""
+    weights = {name: weight.double() for name, weight in load_file(base / "model.safetensors").items()}
+    targets = adapter_targets({name: tuple(weight.shape) for name, weight in weights.items()}, lora)
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=random) * 0.2 for name, shape in adapter_shapes(targets, lora.rank).items()
+    }
+    for module in targets:
+        a, b = (tensors[PREFIX + module + end] for end in (A, B))
+        weights[f"{module}.weight"] += lora.scaling * (b.double() @ a.double())
+    shutil.copytree(base, path)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    write_adapter(path / ADAPTER, tensors, lora, targets, base=str(base))
+    return path
+
+
+def base_of(adapted: Path) -> Path:
+    """Return the base of a model that `save_adapted_model` wrote."""
+    return Path(json.loads((adapted / ADAPTER / CONFIG_FILE).read_text())["base_model_name_or_path"])
 
 
 class Reference:

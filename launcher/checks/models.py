@@ -11,6 +11,7 @@ from asyncflow.errors import ConfigError, size_text
 from asyncflow.extras import is_installed, pip_line
 from workers.data.model_files import (
     BACKBONE,
+    GENERATES,
     SCORE_HEAD,
     SCORES,
     check_model_dir,
@@ -25,6 +26,7 @@ from workers.data.model_files import (
     vocabulary_size,
 )
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
+from workers.engines.lora import adapter_targets, check_adapter, trained_parameters
 from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
 
@@ -41,6 +43,7 @@ class Models:
     """
 
     num_parameters: int
+    num_trained: int
     num_reward_parameters: int
     memory: Mapping[str, Parts]
     notes: tuple[str, ...]
@@ -55,6 +58,10 @@ def check_models(config: RunConfig) -> Models:
     check_megatron(config)
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
+    if config.ref.path is not None and config.algorithm.kl_coef > 0:
+        check_other_model_dir(Path(config.ref.path), GENERATES, key="ref.path")
+        _check_tokens(Path(config.ref.path), path, key="ref.path")
+    trained = _check_lora(config)
     check_reward_model(config)
     check_positions(config)
     _check_tensor_parallel(config)
@@ -66,8 +73,9 @@ def check_models(config: RunConfig) -> Models:
     sizes = ModelSizes.from_config(read_model_config(path), num_parameters)
     return Models(
         num_parameters,
+        trained,
         0 if reward is None else count_parameters(Path(reward.path)),
-        device_memory(config, sizes, config.launcher.device_memory_gb),
+        device_memory(config, sizes, config.launcher.device_memory_gb, trained),
         _ignored_files(config),
     )
 
@@ -76,6 +84,8 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
     models = {"model.path": config.model.path}
     if config.algorithm.has_critic and config.critic.path is not None:
         models["critic.path"] = config.critic.path
+    if config.ref.path is not None:
+        models["ref.path"] = config.ref.path
     if config.reward.model is not None:
         models[KEY] = config.reward.model.path
     return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))
@@ -89,10 +99,24 @@ def check_megatron(config: RunConfig) -> None:
         return
     model = DenseModel.from_config(read_model_config(Path(config.model.path)))
     if of_ref:
-        check_division(model, config.ref.megatron, section="ref")
+        reference = config.ref.path if "ref" in roles and config.ref.path is not None else config.model.path
+        of_copy = DenseModel.from_config(read_model_config(Path(reference)))
+        check_division(of_copy, config.ref.megatron, section="ref")
     if actor.engine == "megatron":
         actor.megatron.layout(roles["actor"])
         check_division(model, actor.megatron)
+
+
+def _check_lora(config: RunConfig) -> int:
+    """Refuse targets that the model lacks, and an initial adapter that does not fit; returns how many parameters are
+    trained."""
+    if config.lora is None:
+        return count_parameters(Path(config.model.path))
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
+    trained, targets = trained_parameters(shapes, config.lora), adapter_targets(shapes, config.lora)
+    if config.lora.path is not None:
+        check_adapter(Path(config.lora.path), config.lora, targets)
+    return trained
 
 
 def check_positions(config: RunConfig) -> None:
@@ -190,7 +214,7 @@ def check_reward_model(config: RunConfig) -> None:
     path = Path(config.reward.model.path)
     check_other_model_dir(path, SCORES, key=KEY)
     _check_head(path)
-    _check_tokens(path, Path(config.model.path))
+    _check_tokens(path, Path(config.model.path), key=KEY)
     limit = max_positions(path)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is not None and longest > limit:
@@ -213,29 +237,29 @@ def _check_head(path: Path) -> None:
         raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
 
 
-def _check_tokens(path: Path, policy: Path) -> None:
+def _check_tokens(path: Path, policy: Path, *, key: str) -> None:
     """Refuse a model with another vocabulary than the policy's."""
-    known, wanted = _vocabulary(path), _vocabulary(policy)
+    known, wanted = _vocabulary(path, key), _vocabulary(policy, key)
     for token, number in sorted(wanted.items(), key=lambda entry: entry[1]):
         if known.get(token) != number:
             raise ConfigError(
-                f"{KEY}: {path} has other tokens than the policy: {token!r} is number {number} in {policy} and "
-                f"{known.get(token, 'not there')} in the reward model; name one with the policy's tokenizer"
+                f"{key}: {path} has other tokens than the policy: {token!r} is number {number} in {policy} and "
+                f"{known.get(token, 'not there')} in {path}; name one with the policy's tokenizer"
             )
     size, highest = vocabulary_size(path), max(wanted.values())
     if size is not None and size <= highest:
         raise ConfigError(
-            f"{KEY}: {path} has embeddings of {size} tokens, but the tokenizer has number {highest}; name one with the "
+            f"{key}: {path} has embeddings of {size} tokens, but the tokenizer has number {highest}; name one with the "
             f"policy's tokenizer"
         )
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def _vocabulary(path: Path, key: str) -> dict[str, int]:
     tokenizer = load_raw_tokenizer(path)
     if tokenizer is None:
         raise ConfigError(
-            f"{KEY}: {path} has no tokenizer.json, without which the tokens of policy and reward model cannot be "
-            f"compared; save the tokenizer there with transformers' save_pretrained"
+            f"{key}: {path} has no tokenizer.json, without which its tokens and the policy's cannot be compared; save "
+            f"the tokenizer there with transformers' save_pretrained"
         )
     return tokenizer.get_vocab(with_added_tokens=True)
 
@@ -257,14 +281,16 @@ _BESIDE_VLLM = ("next version", "buckets")
 """Not part of the share that vLLM takes."""
 
 
-def device_memory(config: RunConfig, model: ModelSizes | None, limit_gb: float | None) -> dict[str, Parts]:
+def device_memory(
+    config: RunConfig, model: ModelSizes | None, limit_gb: float | None, trained: int | None = None
+) -> dict[str, Parts]:
     """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
     Empty if the sizes of the model, or the memory of a device (GB), are not known.
     """
     if model is None or limit_gb is None:
         return {}
-    roles = memory_of_roles(config, model)
+    roles = memory_of_roles(config, model, trained)
     for role, parts in roles.items():
         is_vllm = config.is_vllm(role)
         share = config.vllm.gpu_memory_utilization if is_vllm else 1.0

@@ -107,6 +107,7 @@ class Preflight:
     first_row: PromptRow | None
     first_prompt: ShownPrompt | None
     num_parameters: int
+    num_trained: int
     num_reward_parameters: int = 0
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
@@ -120,7 +121,8 @@ class Preflight:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version of the weights on the wire."""
-        return self.num_parameters * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
+        sent = self.num_trained if self.config.sends_adapter else self.num_parameters
+        return sent * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
@@ -133,13 +135,14 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     tasks = _check_settings(config)
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
     devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
+    _check_adapters(config, devices)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     here = has_launchers_interpreter(config, HEAD)
     models, data = _check_files(config, here)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.num_reward_parameters, models.memory,
+        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.memory,
         num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip
 
@@ -161,6 +164,16 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     tasks = place_tasks(graph_of(config), tuple(config.roles))
     check_batch_sizes(config)
     return tasks
+
+
+def _check_adapters(config: RunConfig, devices: Devices) -> None:
+    over_ranks = config.vllm.tensor_parallel_size > 1 and any(map(config.is_vllm, config.roles))
+    if config.sends_adapter and over_ranks and not vendor_of(devices.kind).has_adapters_over_ranks:
+        raise ConfigError(
+            f"weightsync.lora: adapter cannot be used with vllm.tensor_parallel_size "
+            f"{config.vllm.tensor_parallel_size} on {devices.kind}, where vLLM instances of several ranks are known to "
+            f"crash with adapters; set weightsync.lora to merged, or vllm.tensor_parallel_size to 1"
+        )
 
 
 def _usable_devices(config: RunConfig) -> Devices:

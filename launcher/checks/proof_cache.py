@@ -116,10 +116,9 @@ def models_of(config: RunConfig, here: Collection[str] | None = None) -> list[Mo
     generating = {engine for role, engine in engines.items() if runs(role)}
     # A task whose role is not launched is the actor's.
     own = actor.engine == "fsdp" and runs("actor")
-    refers = ref.engine in ("hf", "fsdp") and (
-        (bool(roles.keys() & {"ref", "actor_fwd"}) and runs("ref", "actor_fwd"))
-        or (config.algorithm.kl_coef > 0 and actor.engine != "sim" and runs("actor"))
-    )
+    scores = runs("ref", "actor_fwd") if roles.keys() & {"ref", "actor_fwd"} else False
+    hosts = config.algorithm.kl_coef > 0 and actor.engine != "sim" and runs("actor")
+    refers = ref.engine in ("hf", "fsdp") and (scores or hosts)
     critic = config.algorithm.has_critic and actor.engine != "sim" and runs("critic" if "critic" in roles else "actor")
     parts = []
     if own or refers or "hf" in generating:
@@ -144,6 +143,9 @@ def models_of(config: RunConfig, here: Collection[str] | None = None) -> list[Mo
             uses[0] = ModelUse(POLICY_KEY, path, tuple(dict.fromkeys((*parts, *wanted))))
         else:
             uses.append(ModelUse("critic.path", Path(config.critic.path), wanted))
+    if ref.path is not None and refers:
+        wanted = ("names", "packed", "sharded") if ref.engine == "fsdp" else ("names", "packed")
+        uses.append(ModelUse("ref.path", Path(ref.path), wanted))
     if config.reward.model is not None and runs("reward"):
         uses.append(ModelUse("reward.model.path", Path(config.reward.model.path), ("score",)))
     return [use for use in uses if use.parts]

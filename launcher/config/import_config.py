@@ -167,7 +167,15 @@ TRL: Mapping[str, Rule] = {
     "vllm_importance_sampling_clip_min": Refused("weights have no lower bound; see off_policy.method: icepop"),
     "off_policy_mask_threshold": Refused("see algorithm.off_policy.mask"),
     "use_bias_correction_kl": Refused("kl_estimator: k2 has the exact gradient on-policy", (None, False, True)),
-    "use_peft": Refused("adapters are not trained yet"),
+    "use_peft": Together("lora", "an adapter, with the keys that follow"),
+    "lora_r": Together("lora.rank", "with use_peft"),
+    "lora_alpha": Together("lora.alpha", "with use_peft"),
+    "lora_dropout": Together("lora.dropout", "with use_peft; 0.05 if it is not given"),
+    "lora_target_modules": Together("lora.targets", "with use_peft; q_proj v_proj if none is given, as peft has it"),
+    "lora_modules_to_save": Together("lora.modules_to_save", "with use_peft; versions are then merged"),
+    "use_rslora": Together("lora.use_rslora", "with use_peft"),
+    "use_dora": Refused("see section lora"),
+    "lora_target_parameters": Refused("see section lora"),
     "load_in_4bit": Refused("quantised weights cannot be trained"),
     "load_in_8bit": Refused("quantised weights cannot be trained"),
     "router_aux_loss_coef": Refused("mixtures of experts are refused", (None, 0, 0.0)),
@@ -192,7 +200,11 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 VERL: Mapping[str, Rule] = {
     "actor_rollout_ref.model.path": Same("model.path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Same("actor.gradient_checkpointing"),
-    "actor_rollout_ref.model.lora_rank": Refused("adapters are not trained yet", (None, 0)),
+    "actor_rollout_ref.model.lora_rank": Together("lora.rank", "0: all weights are trained"),
+    "actor_rollout_ref.model.lora_alpha": Together("lora.alpha", "with lora_rank"),
+    "actor_rollout_ref.model.target_modules": Together("lora.targets", "with lora_rank"),
+    "actor_rollout_ref.model.lora_adapter_path": Together("lora.path", "with lora_rank"),
+    "actor_rollout_ref.model.exclude_modules": Refused("name the others: lora.targets"),
     "actor_rollout_ref.model.trust_remote_code": Refused("models with code of their own are refused"),
     "data.train_files": Together("data.path", "several files: data.mixture"),
     "data.val_files": Together("evaluate.path", "the first one"),
@@ -300,7 +312,7 @@ _TRL_LEFT: Mapping[str, str] = {
     "deepspeed": _MEMORY, "ddp_": _OUR_OWN, "dataloader_": "prompts are made as they are needed",
     "push_to_hub": "use `hf upload` with hf/",
     "hub_": "use `hf upload` with hf/", "pad_": _PADDING, "remove_unused_columns": "rewards may ask for any field",
-    "lora_": "adapters are not trained yet", "per_device_eval": "see section evaluate", "disable_dropout": _PERFORMANCE,
+    "lora_": "see section lora", "per_device_eval": "see section evaluate", "disable_dropout": _PERFORMANCE,
     "sapo_": "belongs to a loss_type that is refused", "vespo_": "belongs to a loss_type that is refused",
 }  # fmt: skip
 _VERL_LEFT: Mapping[str, str] = {
@@ -455,6 +467,7 @@ def _read_trl(found: Found) -> Ours:
     if get("bf16", True):
         ours.set_value("actor.autocast", "bfloat16", "bf16")
     _trl_rewards(ours, get)
+    _trl_adapter(ours, get)
     ours.set_value("rollout.engine", "vllm" if get("use_vllm") else "hf", "use_vllm")
     ours.set_value("data.chat_template", True, "conversational prompts; false for prompts that are plain text")
     if "data.path" not in ours.values:
@@ -579,6 +592,28 @@ def _set_warmup(ours: Ours, warmup: float, whole: str, share: str) -> None:
     elif warmup > 0:
         ours.to_fill.append("actor.lr_warmup_steps")
         ours.origins["actor.lr_warmup_steps"] = f"{share} {warmup} x steps"
+
+
+def _trl_adapter(ours: Ours, get: Callable[..., Any]) -> None:
+    if not get("use_peft"):
+        return
+    ours.set_value("lora.rank", _whole("lora_r", get("lora_r", 16)), "lora_r")
+    ours.set_value("lora.alpha", get("lora_alpha", 32), "lora_alpha")
+    ours.set_value("lora.dropout", get("lora_dropout", 0.05), "lora_dropout; above 0 no ratio is exactly 1")
+    # What peft takes for Llama, Mistral and Qwen.
+    given = get("lora_target_modules") or ["q_proj", "v_proj"]
+    ours.set_value("lora.targets", _targets("lora_target_modules", given), "lora_target_modules")
+    if get("use_rslora"):
+        ours.set_value("lora.use_rslora", True, "use_rslora")
+    if whole := _texts("lora_modules_to_save", get("lora_modules_to_save")):
+        ours.set_value("lora.modules_to_save", whole, "lora_modules_to_save")
+        ours.set_value("weightsync.lora", "merged", "lora_modules_to_save: no engine takes them with an adapter")
+
+
+def _targets(key: str, given: Any) -> Any:
+    """Return `lora.targets`: `all-linear`, which may also stand alone in a list, or names."""
+    names = _texts(key, given)
+    return "all-linear" if names == ["all-linear"] else names
 
 
 def _trl_rewards(ours: Ours, get: Callable[..., Any]) -> None:
@@ -788,6 +823,14 @@ def _verl_training(ours: Ours, get: Callable[..., Any]) -> None:
         raise _refuse(_ACTOR + "strategy", strategy, "fsdp, fsdp2 or megatron")
     ours.set_value("actor.engine", "megatron" if strategy == "megatron" else "fsdp", _ACTOR + "strategy")
     ours.set_value("actor.autocast", "bfloat16", "verl computes in it")
+    model = "actor_rollout_ref.model."
+    if rank := get(model + "lora_rank"):
+        ours.set_value("lora.rank", _whole(model + "lora_rank", rank), model + "lora_rank")
+        ours.set_value("lora.alpha", get(model + "lora_alpha") or 16, model + "lora_alpha")
+        targets = _targets(model + "target_modules", get(model + "target_modules") or "all-linear")
+        ours.set_value("lora.targets", targets, model + "target_modules")
+        if get(model + "lora_adapter_path"):
+            ours.set_value("lora.path", get(model + "lora_adapter_path"), model + "lora_adapter_path")
     if strategy == "megatron":
         for part in ("tensor_model", "pipeline_model", "context"):
             value = get(f"{_ACTOR}megatron.{part}_parallel_size")

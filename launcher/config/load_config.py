@@ -388,7 +388,7 @@ def _description(keys: Sequence[str | int]) -> str:
     return description(section, str(keys[-1])).split(". ")[0].rstrip(".")
 
 
-_PATHS = ("model", "critic", "data", "evaluate")
+_PATHS = ("model", "critic", "ref", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
 _EXAMPLE = "rollout:8,actor:4,ref:2"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
@@ -447,6 +447,11 @@ def load_config(
     if model is not None:
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
+    if config.lora is not None and config.lora.path is not None:
+        path = _absolute(config.lora.path, "lora.path", source, given={"lora", "lora.path"} & options.keys() != set())
+        if path is None:
+            raise ConfigError(f"lora.path: {config.lora.path!r} does not exist; name the directory of an adapter")
+        resolved["lora"] = config.lora.model_copy(update={"path": str(path)})
     try:
         # Last: a child imports users' own classes, which it finds through the resolved code directory.
         config = resolve(config.model_copy(update=resolved))

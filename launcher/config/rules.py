@@ -12,6 +12,7 @@ from workers.settings.algorithms import ZERO_VARIANCE
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
+from workers.settings.vllm import LORA_RANKS
 
 Rules = Mapping[str, Callable[[RunConfig], object]]
 """Why a run is refused -> when. In a message, `{section.key}` stands for a setting, `{found}` for what the condition
@@ -102,6 +103,12 @@ def _too_long_for_vllm(run: RunConfig) -> tuple[str, int, int] | None:
     return None
 
 
+def _largest_of_vllm(run: RunConfig) -> int:
+    """Return the largest rank of adapters that vLLM takes if the run's is larger, otherwise 0."""
+    too_large = run.lora is not None and run.sends_adapter and run.lora.rank > LORA_RANKS[-1]
+    return LORA_RANKS[-1] if too_large and any(map(run.is_vllm, run.roles)) else 0
+
+
 def _most_evaluators(run: RunConfig) -> int:
     # Instance 0 evaluates the last step in any case.
     return run.ranks_per_instance("evaluate") * -(-run.steps // run.evaluate.interval)
@@ -111,6 +118,8 @@ def _num_processes(run: RunConfig) -> int:
     ranks = sum(number // run.ranks_per_instance(role) for role, number in run.roles.items())
     return ranks + run.tq.num_storage_units + run.tq.num_controllers
 
+
+_REF_INTERVAL = "algorithm.ref_update_interval"
 
 AT_START: Rules = {
     # Roles that have nothing to do, or that are missing.
@@ -214,7 +223,7 @@ AT_START: Rules = {
     "ref.engine to hf": lambda run: (
         run.ref.engine in ("fsdp", "megatron")
         and run.algorithm.kl_coef > 0
-        and not ("ref" in run.roles or run.actor.tri_model)
+        and not ("ref" in run.roles or run.actor.tri_model or run.reference_is_base)
     ),
     "actor.engine: {actor.engine} trains no critic, which algorithm.name {algorithm.name} has; add role critic "
     "(--roles ...,critic:N), where fsdp trains it, or set actor.engine to fsdp": lambda run: (
@@ -222,6 +231,46 @@ AT_START: Rules = {
     ),
     "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to 0, or "
     "tri_model to false": lambda run: run.actor.tri_model and run.algorithm.ref_update_interval,
+    "ref.path: has nothing to do because algorithm.kl_coef is 0; leave it out, or set "
+    "algorithm.kl_coef > 0": lambda run: run.ref.path is not None and run.algorithm.kl_coef == 0,
+    "ref.path: cannot be used with {found}, whose reference follows or is laid out like the policy; remove one of the "
+    "two": lambda run: (
+        run.ref.path is not None
+        and ("actor.tri_model" if run.actor.tri_model else run.algorithm.ref_update_interval and _REF_INTERVAL)
+    ),
+    # Adapters.
+    "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
+        run.lora is not None and run.actor.engine != "fsdp"
+    ),
+    "actor.tri_model: cannot be used with lora here, since the actor would keep {found} older policies, which are not "
+    "kept of adapters; set it to false": lambda run: run.lora and run.actor.tri_model and run.num_old_policies,
+    "lora.modules_to_save: cannot be used with weightsync.lora adapter, since engines take no whole modules with an "
+    "adapter; set weightsync.lora to merged, or leave the modules out": lambda run: (
+        run.sends_adapter and run.lora is not None and run.lora.modules_to_save
+    ),
+    "lora.modules_to_save: cannot be used with one actor rank and actor.autocast bfloat16, whose frozen base is in "
+    "bfloat16 throughout; launch two ranks, or set actor.autocast to float32": lambda run: (
+        run.lora is not None
+        and run.lora.modules_to_save
+        and run.roles.get("actor") == 1
+        and run.actor.autocast == "bfloat16"
+    ),
+    "weightsync.lora: adapter cannot be used with {found} of ref.engine {ref.engine}, which takes whole weights; set "
+    "weightsync.lora to merged, or ref.engine to hf or fsdp": lambda run: (
+        run.sends_adapter
+        and run.ref.engine not in ("hf", "fsdp")
+        and (
+            ("actor_fwd" in run.roles and run.ref.engine == "megatron" and "role actor_fwd")
+            or (run.algorithm.ref_update_interval and run.algorithm.kl_coef > 0 and _REF_INTERVAL)
+        )
+    ),
+    "lora.rank: vLLM takes adapters of rank {found} at most; lower it, or set weightsync.lora to merged": lambda run: (
+        _largest_of_vllm(run)
+    ),
+    "openai.model: is missing; it names the adapter that openai.update {openai.update} loads; set it, or "
+    "weightsync.lora to merged": lambda run: (
+        run.sends_adapter and run.rollout.engine == "openai" and run.openai.update != "vllm" and not run.openai.model
+    ),
     # Data and rewards.
     "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "
     "with the ground truth; name the field, or a reward that needs none (module:function, "

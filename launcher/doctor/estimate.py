@@ -159,7 +159,8 @@ def connections(gangs: Sequence[GangSpec]) -> int:
 def memory_parts(checked: Preflight) -> dict[str, int]:
     """Return what takes host memory, in bytes. P: parameters; c, w: bytes per parameter in copies and on the wire.
 
-        weight slots   num_slots x P x w              shared memory of the weight agent
+        weight slots   num_slots x P x w              shared memory of the weight agent; P of an adapter, if that is
+                                                      what a version is (`weightsync.lora`)
         actor, ...     all ranks of each role         on the CPU, see `state_of_roles`
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm slots     P x c per evaluating instance, shared memory; c of `vllm.dtype`
@@ -172,7 +173,9 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
+    trained = parameters if config.lora is None else checked.num_trained
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+    version = checked.version_bytes if config.sends_adapter else parameters * wire
     on_cpu = checked.devices.kind == "cpu"
     services = sum(1 for gang in gangs if gang.role in SERVICES)
     ranks = sum(gang.num_ranks for gang in gangs) - services
@@ -181,11 +184,11 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
     return {
-        "weight slots": config.weightsync.num_slots * parameters * wire,
-        **(state_of_roles(config, parameters) if on_cpu else {}),
+        "weight slots": config.weightsync.num_slots * version,
+        **(state_of_roles(config, parameters, trained) if on_cpu else {}),
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
-        "vllm slots": sum(gang.role == "evaluate" for gang in instances) * parameters * posted,
-        "broadcasts": len(instances) * parameters * wire if config.weightsync.path == "broadcast" and not on_cpu else 0,
+        "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire,
+        "broadcasts": len(instances) * version if config.weightsync.path == "broadcast" and not on_cpu else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES
         + services * _SERVICE_BYTES

@@ -1,7 +1,8 @@
 """How long each task takes on a device of the catalogue, from FLOPs, bytes and traffic by config.json. Pure.
 
     matrix products    2 FLOPs per parameter and token; attention 2 L H d n^2 for a sample of n tokens (causal)
-    training           3 forwards; 4 with recomputed activations
+    training           3 forwards; 4 with recomputed activations; beside an adapter one forward less of the frozen
+                       products, whose weights need no gradients, and those of the adapter
     a decode step      the larger of reading (weights, keys and values) and computing, plus a fixed overhead
     tensor parallel    2 all-reduces a layer and pass: 2 (TP - 1) / TP x D c bytes per token each; backward is one pass
     context parallel   q, k, v and the output all-to-all a layer and pass: (CP - 1) / CP x 2 (H + K) d c / TP bytes for
@@ -320,14 +321,17 @@ class CostModel:
             work = self.profile.whole_model_work(TRAIN, shared_prompt=training.shared_prompt).scaled_by(
                 models, parts=shared.parts
             )
+        if role == "actor" and self.config.lora is not None:
+            adapted = (passes - 1) / passes + self._trained("actor") / self.model.num_parameters
+            work = replace(work, token_s=adapted * work.token_s)
         ranks = self.config.roles[role]
         # FSDP2 gathers the weights for forward and again for backward, then reduces float32 gradients. This overlaps
         # with computing, so it is a lower limit and not an addition.
         floor_s = 2 * shared.gathered_s
         if self._engine(role) == "fsdp" and ranks > 1:
             size = training.fsdp_size or ranks
-            floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, size)
-            own, replicas = 4 * self.model.num_parameters / size, ranks // size
+            floor_s += self._exchange_s("reduce_scatter", 4 * self._trained(role), size)
+            own, replicas = 4 * self._trained(role) / size, ranks // size
             for part_of_all_reduce in ("reduce_scatter", "all_gather") if replicas > 1 else ():
                 floor_s += self._exchange_s(part_of_all_reduce, own, replicas, spread=ranks)
         moved_s = (forwards + 1) * models * shared.moved_s / (1 - shared.bubble)
@@ -392,7 +396,7 @@ class CostModel:
         config, ref = self.config, self.config.ref
         has_role = role in config.roles
         # A replica scores with the model that it trains.
-        if role == "critic" or (role == "actor_fwd" and not has_role):
+        if role == "critic" or ((role == "actor_fwd" or config.reference_is_base) and not has_role):
             trained = "critic" if has_role else "actor"
             return self._train_sharing(trained, training_of(config)[trained])
         number = DTYPE_BYTES[config.model.dtype]
@@ -438,7 +442,7 @@ class CostModel:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles[role]
         bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
-        owned = model.num_parameters * self._num_models(role) / ranks
+        owned = (self._trained(role) + (self._num_models(role) - 1) * model.num_parameters) / ranks
         update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
@@ -481,6 +485,10 @@ class CostModel:
         """Models that a role trains: an actor without a critic role trains the critic, too."""
         return 2 if role == "actor" and self.config.algorithm.has_critic and "critic" not in self.config.roles else 1
 
+    def _trained(self, role: str) -> int:
+        """Parameters of a role's model that are trained."""
+        return self.model.trained_parameters(self.config.lora if role == "actor" else None)
+
     def _engine(self, role: str) -> str:
         return "fsdp" if role == "critic" else self.config.actor.engine
 
@@ -516,4 +524,5 @@ class CostModel:
 
     @property
     def _weight_bytes(self) -> int:
-        return self._rollout_number * self.model.num_parameters
+        sent = self._trained("actor") if self.config.sends_adapter else self.model.num_parameters
+        return self._rollout_number * sent

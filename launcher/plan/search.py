@@ -265,8 +265,8 @@ def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Ite
 def _copies(config: RunConfig, room: int, share: float) -> Sequence[int]:
     """Return numbers of ranks for the reference: those near its share, and 0 if the actor can host it."""
     copy = config.ranks_per_copy("ref")
-    # The actor hosts only a reference that is not sharded.
-    none = {0} if copy == 1 or config.actor.tri_model else set()
+    # The actor hosts only a reference that is not sharded, or that it has anyway.
+    none = {0} if copy == 1 or config.actor.tri_model or config.reference_is_base else set()
     if room < 2:
         return sorted(none)
     best = room * share / copy

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncflow.errors import size_text
 from asyncflow.job import GangSpec, describe_way, endpoint, own_addresses, own_name
 from launcher.checks.models import sum_text
 from launcher.checks.placement import HEAD
@@ -93,6 +94,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str, 
         ("per actor rank", f"{_micro_batches(config)} (actor:{config.roles['actor']})"),
         ("devices", devices),
     ]
+    if config.lora is not None:
+        rows.insert(3, ("a version", _version(checked)))
     updates = config.actor.num_mini_batches
     if config.actor.num_updates > 1:
         rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
@@ -143,6 +146,14 @@ def _reward_text(checked: Preflight) -> str:
         return reward.function
     scored = f"{model.weight:g} x {model.path} ({checked.num_reward_parameters:,} parameters, {model.dtype})"
     return scored + (f" + {model.function_weight:g} x {reward.function}" if model.function_weight else "")
+
+
+def _version(checked: Preflight) -> str:
+    """Say what travels from the actor to the generators."""
+    size, lora = size_text(checked.version_bytes), checked.config.lora
+    if lora is None or not checked.config.sends_adapter:
+        return f"{size}: base and adapter merged"
+    return f"{size}: an adapter of rank {lora.rank}; generators read the base from {checked.config.model.path}"
 
 
 def _micro_batches(config: RunConfig) -> str:

@@ -59,7 +59,8 @@ def saved_bytes(checked: Preflight) -> int:
     """Return the size of the saved states of policy and critic."""
     config = checked.config
     parameters = config.sim.parameters if config.actor.engine == "sim" else checked.num_parameters
-    return (1 + config.algorithm.has_critic) * SAVED_PARAMETER_BYTES * parameters
+    trained = parameters if config.lora is None else checked.num_trained
+    return SAVED_PARAMETER_BYTES * (trained + config.algorithm.has_critic * parameters)
 
 
 def stop_save_of(checked: Preflight, run_dir: Path) -> StopSave:

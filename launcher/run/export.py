@@ -29,7 +29,8 @@ from launcher.config.paths import user_path
 from launcher.run.restore import Checkpoint, is_checkpoint, newest_checkpoint, resume_path, verified_checkpoint
 from launcher.run.rundir import running_launcher
 from launcher.run.status import is_live
-from workers.data.model_files import model_fingerprint
+from workers.data.model_files import model_fingerprint, weights_fingerprint
+from workers.settings.lora import LoraConfig
 from workers.settings.run import RunConfig
 
 _WORK = f".{HF}-export-"
@@ -58,14 +59,14 @@ def export_run(run: Path, checkpoint: str | None, output: str | None, *, say: Ca
         raise ConfigError(f"{found.run_dir} is running ({where}) and writes its exports itself; give --output DIR")
     if output is None and _has_whole_export(found.path):
         raise ConfigError(f"{found.path / HF} is there already; to write another one, give --output DIR")
-    model_dir = _model_dir(found)
+    model_dir, lora = _model_dir(found), RunConfig.load(found.path).lora
     place = found.path if output is None else target.parent
     try:
         place.mkdir(parents=True, exist_ok=True)
         with _held(place) if output is None else contextlib.nullcontext():
             work = Path(tempfile.mkdtemp(prefix=_WORK, dir=place))
             try:
-                write_export(found.path / DCP, work, model_dir)
+                write_export(found.path / DCP, work, model_dir, lora)
                 work.chmod(0o777 & ~_umask())
                 if output is None:
                     add_export(found.path, work, describe(work, files_below(work)))
@@ -113,15 +114,18 @@ def _has_whole_export(checkpoint: Path) -> bool:
     return bool(listed) and not damages(checkpoint, listed)
 
 
-def write_export(saved: Path, target: Path, model_dir: Path) -> None:
-    """Write a saved state of the model in `model_dir` as a Hugging Face directory."""
+def write_export(saved: Path, target: Path, model_dir: Path, lora: LoraConfig | None = None) -> None:
+    """Write a saved state of the model in `model_dir`, or of an adapter on it, as a Hugging Face directory."""
     import torch
 
-    from workers.engines.hf.export import export_saved
+    from workers.engines.hf.export import export_adapted, export_saved
     from workers.engines.hf.model import empty_causal_lm, stored_names
 
     names = stored_names(empty_causal_lm(model_dir, dtype=torch.float32, attention="eager"))
-    export_saved(saved, target, model_dir, names)
+    if lora is None:
+        export_saved(saved, target, model_dir, names)
+    else:
+        export_adapted(saved, target, model_dir, names, lora)
 
 
 def _find_checkpoint(run: Path, named: str | None, say: Callable[[str], None]) -> Checkpoint:
@@ -163,11 +167,13 @@ def _model_dir(checkpoint: Checkpoint) -> Path:
             f"model.path: {model_dir}, which {checkpoint.path} was trained from, is not there; an export takes the "
             f"tokenizer and the element types of the weights from it, so restore it"
         )
-    fingerprint = model_fingerprint(model_dir)
-    if fingerprint != checkpoint.fingerprint:
+    fingerprint, wanted = model_fingerprint(model_dir), checkpoint.fingerprint
+    if config.lora is not None and fingerprint == wanted:  # the adapter belongs to the values, too
+        fingerprint, wanted = weights_fingerprint(model_dir), checkpoint.weights_fingerprint
+    if fingerprint != wanted:
         raise ConfigError(
             f"model.path: {model_dir} (fingerprint {fingerprint[:12]}) is not the model that {checkpoint.path} was "
-            f"trained from ({checkpoint.fingerprint[:12]}); restore that one"
+            f"trained from ({wanted[:12]}); restore that one"
         )
     return model_dir
 

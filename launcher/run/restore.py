@@ -43,10 +43,11 @@ from launcher.config.paths import user_path
 from launcher.process.run_events import Restored, RestoreFailed
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.admission.task_sampler import missing_state
-from workers.data.model_files import model_fingerprint
+from workers.data.model_files import model_fingerprint, weights_fingerprint
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
 from workers.records.ledger_file import trained_groups
+from workers.settings.lora import LoraConfig
 from workers.settings.run import RunConfig
 
 ABANDONED = "abandoned"
@@ -69,6 +70,7 @@ class Checkpoint:
         fingerprint: of the model that the run started from.
         data_hash: of the prompts that the run started with.
         tokenizer_files: of the model that the run started with; empty: an earlier version saved it.
+        weights_fingerprint: with `lora`, of the values of the base.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class Checkpoint:
     fingerprint: str
     data_hash: str
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    weights_fingerprint: str = ""
 
     @property
     def run_dir(self) -> Path:
@@ -108,7 +111,15 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         tell(f"checkpoint {path} is used without its export: {_joined(export)}")
     if found:
         raise CheckpointError(_joined(list(found.values())))
-    return Checkpoint(path, meta.step, meta.lineage, meta.model_fingerprint, meta.data_hash, meta.tokenizer_files)
+    return Checkpoint(
+        path,
+        meta.step,
+        meta.lineage,
+        meta.model_fingerprint,
+        meta.data_hash,
+        meta.tokenizer_files,
+        meta.weights_fingerprint,
+    )
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -316,6 +327,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
             f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
         )
+    _check_same_lora(checkpoint, config)
     if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
         restore = "" if ";" in what else "; restore it"
         raise ConfigError(
@@ -351,6 +363,31 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
             f"twice or never; leave it out, or start a new run from {how_to_load(checkpoint.path)} "
             f"(--set model.path=...)"
+        )
+
+
+def _check_same_lora(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that the run trains the adapter that the checkpoint holds, on the base that it was trained on."""
+    before = read_yaml(checkpoint.path / CONFIG_FILE).values.get("lora")
+    was = LoraConfig.model_validate(before) if before else None
+    instead = f"start a new run from {how_to_load(checkpoint.path)} (--set model.path=...)"
+    if was is None or config.lora is None:
+        if (was is None) != (config.lora is None):
+            held = "all weights" if was is None else "an adapter alone"
+            raise ConfigError(f"lora: {checkpoint.path} holds {held}; resume with lora as it was, or {instead}")
+        return
+    for name in ("rank", "scaling", "targets", "modules_to_save"):
+        if (own := getattr(config.lora, name)) != (theirs := getattr(was, name)):
+            key = "alpha" if name == "scaling" else name
+            raise ConfigError(
+                f"lora.{key}: {name} {own!r} is not what {checkpoint.path} was trained with ({theirs!r}); leave it as "
+                f"it was, or {instead}"
+            )
+    found = weights_fingerprint(Path(config.model.path))
+    if found != checkpoint.weights_fingerprint:
+        raise ConfigError(
+            f"model.path: {config.model.path} has other weights (fingerprint {found[:12]}) than the base of the "
+            f"adapter in {checkpoint.path} ({checkpoint.weights_fingerprint[:12]}); resume with that model"
         )
 
 

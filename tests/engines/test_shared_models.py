@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.support import shared_models
 from tests.support.shared_models import CASES
@@ -30,11 +29,8 @@ def test_ranks_find_what_one_with_the_whole_model_does(root: Path, case: str) ->
             torch.testing.assert_close(found[what], values, rtol=0, atol=1e-5, msg=what)
     if "loaded" in wanted:
         assert not torch.allclose(wanted["loaded"], wanted["initial"], atol=0.1), "the second model is another one"
-        written, expected = _weights(root / f"written-{case}"), _weights(root / CASES[case][0] / "1")
+        written = load_file(root / f"written-{case}" / "model.safetensors")
+        expected = shared_models.weights_of(root, CASES[case][0])
         assert written.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(written[name], value), name
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "model.safetensors")

@@ -1,7 +1,7 @@
 """One rank of test_fsdp_engine: trains three updates, saves, trains one more, exports; or resumes and trains the last.
 
 python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume, forward; hybrid, resume-hybrid: with two replicas;
-    resume-plain: from a checkpoint of these
+    resume-plain: from a checkpoint of these; lora, resume-lora: an adapter, delivered merged; lora-adapter: alone
 """
 
 import json
@@ -19,6 +19,7 @@ from workers.checkpoint.saved_shards import ExportShare
 from workers.engines.fsdp.sharding import FsdpEngine
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
+from workers.settings.lora import LoraConfig
 
 
 def make_sequences(rows: list[int]) -> Sequences | None:
@@ -58,15 +59,17 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
         gradient_checkpointing=num_ranks > 1,
         fsdp_size=num_ranks // 2 if mode.endswith("hybrid") else 0,
     )
-    engine = make_engine(root, actor)
+    engine = make_engine(root, actor, mode)
+    saved_as = "checkpoint-lora" if "lora" in mode else "checkpoint"
     norms: list[float] = []
     if mode.startswith("resume"):
         state = engine.state_dict()
-        dcp.load(state, checkpoint_id=root / ("checkpoint-4" if mode == "resume-plain" else "checkpoint-2"))
+        dcp.load(state, checkpoint_id=root / f"{saved_as}-{4 if mode == 'resume-plain' else 2}")
         engine.load_state_dict(state)
     else:
         norms = [update(engine, number, rank, num_ranks) for number in (1, 2, 3)]
-        dcp.save(engine.state_dict(), checkpoint_id=root / f"checkpoint-{num_ranks}")
+        if mode != "lora-adapter":
+            dcp.save(engine.state_dict(), checkpoint_id=root / f"{saved_as}-{num_ranks}")
     norms.append(update(engine, 4, rank, num_ranks))
     (root / f"norms-{mode}-{num_ranks}-{rank}.json").write_text(json.dumps(norms))
     with CommDebugMode() as collectives:
@@ -96,8 +99,13 @@ def forward(root: Path, rank: int, num_ranks: int) -> None:
     torch.save((before, between, after), root / f"log-probs-{num_ranks}-{rank}.pt")
 
 
-def make_engine(root: Path, actor: ActorConfig) -> FsdpEngine:
-    return FsdpEngine(root / "model", actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
+def make_engine(root: Path, actor: ActorConfig, mode: str = "") -> FsdpEngine:
+    # A rank that does not divide by two.
+    lora = LoraConfig(rank=3, alpha=6) if "lora" in mode else None
+    merged = mode != "lora-adapter"
+    return FsdpEngine(
+        root / "model", actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0, lora=lora, merged=merged
+    )
 
 
 def main() -> None:

@@ -57,6 +57,14 @@ def hybrid(root: Path) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def adapted(root: Path) -> Path:
+    """The same after runs that train an adapter."""
+    for mode, num_ranks in (("lora", 1), ("lora", 2), ("resume-lora", 1), ("lora-adapter", 2)):
+        run_ranks(root, mode, num_ranks)
+    return root
+
+
 def exported(root: Path, name: str) -> dict[str, Tensor]:
     return load_file(root / f"export-{name}" / "model.safetensors")
 
@@ -133,3 +141,44 @@ def test_replicas_sum_gradients_and_hold_the_same_shards(hybrid: Path) -> None:
     assert sum(values.numel() for *_, values in shards[0] + shards[1]) == sum(
         value.numel() for value in exported(hybrid, "hybrid-4").values()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["lora-2", "resume-lora-1", "lora-adapter-2"])
+def test_ranks_train_the_adapter_of_a_single_one_across_checkpoints(adapted: Path, other: str) -> None:
+    expected, actual = exported(adapted, "lora-1"), exported(adapted, other)
+    base, moved = load_file(adapted / "model" / "model.safetensors"), 0
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+        moved += not value.equal(base[name])
+    assert moved == 2 * 7
+    file = "adapter/adapter_model.safetensors"
+    one, two = (load_file(adapted / f"export-{name}" / file) for name in ("lora-1", other))
+    for name, value in two.items():
+        torch.testing.assert_close(value, one[name], rtol=1e-4, atol=2e-6, msg=name)
+    one_norms, two_norms = (json.loads((adapted / f"norms-{name}-0.json").read_text()) for name in ("lora-1", other))
+    assert two_norms[-1] == pytest.approx(one_norms[-1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "file"), [("lora", ""), ("lora-adapter", "adapter/adapter_")])
+def test_shards_of_two_ranks_make_the_whole_model_or_the_adapter(adapted: Path, mode: str, file: str) -> None:
+    """Merged where they are read, with no collective then (`fsdp_rank`)."""
+    expected = load_file(adapted / f"export-{mode}-2" / f"{file}model.safetensors")
+    covered = {name: torch.full(value.shape, float("nan")) for name, value in expected.items()}
+    for rank in range(2):
+        for name, _, offset, size, values in torch.load(adapted / f"shards-{mode}-2-{rank}.pt"):
+            part = covered[name][Box(offset, size).slices]
+            assert bool(part.isnan().all())
+            part.copy_(values.reshape(size))
+    for name, value in expected.items():
+        torch.testing.assert_close(covered[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora-1", "lora-2"])
+def test_ranks_together_write_the_export_of_an_adapter(adapted: Path, name: str) -> None:
+    whole, shared = adapted / f"export-{name}", adapted / f"shared-{name}"
+    files = sorted(str(path.relative_to(whole)) for path in whole.rglob("*.*"))
+    assert "adapter/adapter_config.json" in files and "model.safetensors" in files
+    assert all((shared / file).read_bytes() == (whole / file).read_bytes() for file in files)

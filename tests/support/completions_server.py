@@ -16,6 +16,8 @@ class CompletionsServer:
     Attributes:
         bodies, paths, keys: of the requests for completions; of all requests; the keys of those without a body.
         mark: version of the weights, as vLLM keeps it.
+        adapters: name -> directory, as vLLM's server has them; requests for other models than these and `served` are
+            refused.
         away: the next request finds its connection closed.
         paused: it was asked to pause.
         slow_s, closed: how long it takes over weights, unless it is closed meanwhile.
@@ -29,6 +31,7 @@ class CompletionsServer:
         self.closed = threading.Event()
         self.away = threading.Event()
         self.mark = "default"
+        self.adapters: dict[str, str] = {}
         self.slow_s = 0.0
         self.paused = threading.Event()
         fake = self
@@ -40,8 +43,8 @@ class CompletionsServer:
             def do_GET(self) -> None:
                 fake.paths.append(self.path)
                 fake.keys.append(self.headers["Authorization"])
-                body = {"weight_version": fake.mark} if self.path == "/weight_info" else {"data": [{"id": "served"}]}
-                reply(self, 200, body)
+                listed = {"data": [{"id": name} for name in ("served", *fake.adapters)]}
+                reply(self, 200, {"weight_version": fake.mark} if self.path == "/weight_info" else listed)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -49,6 +52,12 @@ class CompletionsServer:
                 if fake.away.is_set():
                     fake.away.clear()
                     self.connection.close()
+                    return
+                if self.path.endswith("load_lora_adapter"):
+                    self.take_adapter(body)
+                    return
+                if self.path == "/v1/completions" and body["model"] not in ("served", *fake.adapters):
+                    reply(self, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
                     return
                 if self.path != "/v1/completions":
                     if self.path.startswith("/pause"):
@@ -59,6 +68,17 @@ class CompletionsServer:
                     return
                 fake.bodies.append(body)
                 fake.answer(self, body)
+
+            def take_adapter(self, body: Body) -> None:
+                name, there = body["lora_name"], body["lora_name"] in fake.adapters
+                if self.path == "/v1/load_lora_adapter" and not there and not fake.closed.is_set():
+                    fake.adapters[name] = body["lora_path"]
+                elif self.path == "/v1/unload_lora_adapter" and there:
+                    del fake.adapters[name]
+                else:
+                    reply(self, 404 if fake.closed.is_set() else 400, {"error": {"message": "no"}})
+                    return
+                reply(self, 200, {})
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True

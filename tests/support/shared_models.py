@@ -21,6 +21,11 @@ DEADLINE_S = 500
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp-2": ("llama", 2, ("ref.engine=fsdp", "ref.shards=2")),
     "fsdp-4": ("qwen2", 4, ("ref.engine=fsdp", "ref.shards=4")),
+    "fsdp-2-lora": (
+        "adapted",
+        2,
+        ("ref.engine=fsdp", "ref.shards=2", 'lora={"rank": 4}', "algorithm.ref_update_interval=1"),
+    ),
     "tp2": ("qwen2", 2, ("ref.engine=megatron", "ref.megatron.tensor_parallel=2")),
     "pp2": ("llama", 2, ("ref.engine=megatron", "ref.megatron.pipeline_parallel=2")),
     "tp2-pp2": (
@@ -31,7 +36,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "reward-2": ("reward_model", 2, ()),
     "cp2": ("qwen2", 2, ("ref.engine=megatron", "ref.megatron.context_parallel=2")),
 }
-"""Case -> family, ranks, settings of the reference. Llama's embeddings are tied; 13 tokens do not divide by two."""
+"""Case -> family, ranks, settings of the reference. Llama's embeddings are tied; 13 tokens do not divide by two.
+`adapted`: the first model is the base of the second, whose weights are an adapter."""
 
 
 def available() -> list[str]:
@@ -42,8 +48,11 @@ def available() -> list[str]:
 
 def save_models(root: Path) -> None:
     """Write two models of every family."""
-    from asyncflow.testing.training import FAMILIES, save_tiny_model
+    from asyncflow.testing.training import FAMILIES, save_adapted_model, save_tiny_model
+    from workers.settings.lora import LoraConfig
 
+    base = save_tiny_model(root / "adapted" / "0", "qwen2", seed=0, changes={})
+    save_adapted_model(root / "adapted" / "1", base, LoraConfig(rank=4), seed=1)
     for family in FAMILIES:
         for number in range(2):
             save_tiny_model(root / family / str(number), family, seed=number, changes={})
@@ -84,8 +93,14 @@ def expected(root: Path, case: str) -> dict[str, Tensor]:
         "initial": first.log_probs(_batch(8)),
         "one sample": first.log_probs(_batch(1)),
         "loaded": second.log_probs(_batch(8)),
-        "read": first.log_probs(_batch(8)),
+        "read": (second if family == "adapted" else first).log_probs(_batch(8)),
     }
+
+
+def weights_of(root: Path, family: str) -> dict[str, Tensor]:
+    """Return what a version with the second model is."""
+    file = "adapter/adapter_model.safetensors" if family == "adapted" else "model.safetensors"
+    return load_file(root / family / "1" / file)
 
 
 def _batch(size: int) -> Any:
@@ -100,12 +115,11 @@ def _tokens(count: int, seed: int) -> Tensor:
     return torch.randint(2, 13, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def _views(files: Path, needs: Any) -> dict[str, Tensor]:
+def _views(weights: dict[str, Tensor], needs: Any) -> dict[str, Tensor]:
     """Return what a receiver would give an engine of these weights."""
     from weightsync.plan import Box, ShardSpec, match_needs, plan_transfer
     from weightsync.slot_memory import Region, RegionLayout
 
-    weights = load_file(files / "model.safetensors")
     held = [
         ShardSpec(name, tuple(one.shape), "float32", Box.from_shape(tuple(one.shape))) for name, one in weights.items()
     ]
@@ -136,10 +150,11 @@ def _run(root: Path, case: str) -> dict[str, Tensor]:
     config = load_config(find_recipe("quickstart"), overrides=overrides)
     model = load_frozen_model(config, device=torch.device("cpu"), weights_dir=None)
     found = {"initial": model.log_probs(_batch(8)), "one sample": model.log_probs(_batch(1))}
-    model.load_weights(_views(root / family / "1", model.weight_needs()))
+    model.load_weights(_views(weights_of(root, family), model.weight_needs()))
     found["loaded"] = model.log_probs(_batch(8))
     model.save_weights(root / f"written-{case}")
-    model.read_weights(root / family / "0")
+    dist.barrier()  # the first rank has written
+    model.read_weights(root / f"written-{case}" if family == "adapted" else root / family / "0")
     return found | {"read": model.log_probs(_batch(8))}
 
 

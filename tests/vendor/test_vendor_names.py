@@ -16,7 +16,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs
+from workers.engines.vllm.vllm_process import adapter_arguments, engine_arguments, plan_log_probs
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import OWN_ARGUMENTS, VllmConfig
@@ -134,7 +135,9 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
     given = engine_arguments(
         Path("model"), ModelConfig(path="model"), VllmConfig(), plan_log_probs(sampling),
         max_len=16, num_slots=1, device=torch.device(device),
+        adapters=adapter_arguments(LoraConfig(rank=20), ["model.layers.0.self_attn.q_proj", "h.1.q_proj"]),
     )  # fmt: skip
+    assert (given["max_lora_rank"], given["lora_target_modules"]) == (32, ["q_proj"])
     assert {*given, *OWN_ARGUMENTS} <= set(RECORDS["vllm"]["names"]["vllm.AsyncEngineArgs"]["parameters"])
 
 

@@ -60,12 +60,13 @@ logger = logging.getLogger(__name__)
 class RunFacts:
     """What `meta.json` says beside the step."""
 
-    # `lineage`, `model_fingerprint`, `data_hash`, `tokenizer_files`: see `CheckpointMeta`
+    # `lineage`, `model_fingerprint`, `data_hash`, `tokenizer_files`, `weights_fingerprint`: see `CheckpointMeta`
     lineage: int
     model_fingerprint: str
     data_hash: str
     config: Path  # File of the resolved configuration
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    weights_fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class CheckpointWriter:
             model_fingerprint=self._facts.model_fingerprint,
             data_hash=self._facts.data_hash,
             tokenizer_files=dict(self._facts.tokenizer_files),
+            weights_fingerprint=self._facts.weights_fingerprint,
             num_ranks=dist.get_world_size(self._group),
             saved_at=time.time(),
             files=dict(sorted(entries.items())),

@@ -61,6 +61,7 @@ _EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_
 _LAYER = re.compile(r"(?P<stack>(?:\w+\.)*?(?:layers|h|blocks))\.(?P<number>\d+)\.")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MOST_NAMED = 5
+_SAMPLED_BYTES = 4096  # of each weight, for `weights_fingerprint`
 _COMPARED_BYTES = 16 * 2**20
 LFS_POINTER = b"version https://git-lfs"
 ARCHITECTURE_KEYS = (
@@ -230,6 +231,20 @@ def model_fingerprint(path: Path) -> str:
         parts.append(config["text_config"])
     shape = [{key: part[key] for key in ARCHITECTURE_KEYS if part.get(key) is not None} for part in parts]
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+
+
+def weights_fingerprint(path: Path) -> str:
+    """Return a hash (hex) of a model's weights: of each, name, shape, element type and 4 KiB of its values. How they
+    are divided into files does not matter. Unlike `model_fingerprint`, it tells a model from one trained on from it."""
+    digest = hashlib.sha256(model_fingerprint(path).encode())
+    for name, stored in sorted(stored_tensors(path).items()):
+        digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
+        size = min(_SAMPLED_BYTES, stored.stop - stored.start)
+        with stored.file.open("rb") as file:
+            # From the middle: rows of rare tokens at the ends of an embedding may be equal in related models.
+            file.seek(stored.start + (stored.stop - stored.start - size) // 2)
+            digest.update(file.read(size))
+    return digest.hexdigest()
 
 
 class StoredTensor(NamedTuple):

@@ -22,10 +22,12 @@ from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
+    from weightsync.sender import Shard
     from workers.checkpoint.saved_shards import ExportShare
 
 
@@ -325,8 +327,9 @@ class TrainEngine(TrainedEngine, Protocol):
         see `check_sequences`.
         """
 
-    def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
+    def shards(self) -> "Iterable[Shard]":
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`.
+        With `lora`, those that `weightsync.lora` names (`workers.engines.lora`)."""
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a saved state as a Hugging Face directory (safetensors, config, tokenizer), creating `target`.
@@ -380,6 +383,8 @@ class ValueEngine(TrainedEngine, Protocol):
 #         def __init__(self, setup: EngineSetup) -> None: ...
 #
 # The class must also implement one of the protocols above: `GenerateEngine`, `TrainEngine`, `FrozenEngine`. Its
+# A generating engine that takes adapters (`EngineSetup.adapter`) says so by a class attribute `takes_adapters = True`.
+# Its
 # `Config` may have a method `check(run)`, which is called before anything starts and raises `ConfigError` if other
 # settings of the run do not fit.
 
@@ -393,10 +398,17 @@ class EngineSetup:
     options: Any  # for a class outside the package: an instance of its `Config`
     sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
     weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
+    follows_policy: bool = True  # whether it gets versions of the policy; False: a reference that stays the same
+    other_model: str | None = None  # of a reference that is another model; None: the policy's
 
     @property
     def model_dir(self) -> Path:
-        return Path(self.run.model.path)
+        return Path(self.other_model or self.run.model.path)
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """What versions of the weights are: adapters of this kind, on the model's own files; None: whole weights."""
+        return self.run.lora if self.run.sends_adapter and self.follows_policy else None
 
     @property
     def actor(self) -> ActorConfig:

@@ -3,8 +3,9 @@
 The check before a start, `--dry-run`, the planner and the doctor (of the host, where ranks compute on the CPU) use this
 estimate. All sizes are bytes; reward models are not included.
 
-Letters: P parameters, L layers, D width, H and K query and key heads, d head dimension, F width of the MLP, V
-vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
+Letters: P parameters, A those of an adapter (`lora`), L layers, D width, H and K query and key heads, d head dimension,
+F width of the MLP, V vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with
+`autocast: bfloat16`).
 """
 
 import math
@@ -12,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.engines.lora import trained_parameters
 from workers.settings.engines import ActorConfig, RefConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.megatron import MegatronConfig, MegatronLayout
 from workers.settings.run import RunConfig
 
@@ -87,13 +90,39 @@ class ModelSizes:
         """Parameters of the embeddings and the last norm."""
         return self.num_parameters - self.num_layers * self.layer_parameters
 
+    def trained_parameters(self, lora: LoraConfig | None) -> int:
+        """Return how many parameters are trained; those of an adapter if its targets have the usual names.
+        Raises ConfigError for targets that such a model lacks."""
+        if lora is None:
+            return self.num_parameters
+        width, heads, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = {
+            "self_attn.q_proj": (heads, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, heads),
+            "mlp.gate_proj": (self.ffn_size, width),
+            "mlp.up_proj": (self.ffn_size, width),
+            "mlp.down_proj": (width, self.ffn_size),
+        }
+        layers = range(self.num_layers)
+        shapes: dict[str, tuple[int, ...]] = {
+            f"model.layers.{k}.{name}.weight": shape for k in layers for name, shape in layer.items()
+        }
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"model.layers.{k}.{name}.weight": (width,) for k in layers for name in norms}
+        shapes |= {"model.norm.weight": (width,), "model.embed_tokens.weight": (self.vocab_size, width)}
+        return trained_parameters(shapes | {"lm_head.weight": (self.vocab_size, width)}, lora)
+
     def cache_bytes(self, number: int, tensor: int = 1) -> int:
         """Return the bytes of a token's keys and values on one of `tensor` ranks, with `number` bytes each."""
         return 2 * self.num_layers * max(1, self.num_kv_heads // tensor) * self.head_dim * number
 
 
-def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
-    """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines."""
+def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = None) -> dict[str, Parts]:
+    """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines.
+    `trained`: parameters that are trained; None: `ModelSizes.trained_parameters`."""
+    trained = model.trained_parameters(config.lora) if trained is None else trained
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -101,7 +130,7 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
     scored = -(-config.ref.micro_batch_size // divided) * longest
     for role, ranks in config.roles.items():
         if role == "actor" and config.actor.engine in ("fsdp", "megatron"):
-            roles[role] = _actor(config, model, ranks, longest)
+            roles[role] = _actor(config, model, ranks, longest, trained)
         elif role == "critic":
             roles[role] = fsdp_memory(model, config.critic, ranks, _tokens(config.critic, longest))
         elif role in ("ref", "actor_fwd") and config.ref.engine in ("hf", "fsdp", "megatron"):
@@ -119,35 +148,43 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+        sent = trained if config.sends_adapter else model.num_parameters
         for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with one version while the next one arrives
             divided = config.ranks_per_copy("rollout") if role == "rollout" else 1
-            roles[role]["next version"] = wire * model.num_parameters // divided
+            roles[role]["next version"] = wire * sent // divided
     return {role: parts | every for role, parts in roles.items()}
 
 
-def state_of_roles(config: RunConfig, num_parameters: int) -> dict[str, int]:
-    """Return how much state all ranks of each role have together; only where they compute on the CPU."""
+def state_of_roles(config: RunConfig, num_parameters: int, trained: int) -> dict[str, int]:
+    """Return how much state all ranks of each role have together; only where they compute on the CPU. `trained`:
+    parameters that the actor trains."""
     model = ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
-    return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model).items()}
+    return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model, trained).items()}
 
 
-def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
-    """Return what an FSDP2 rank has."""
+def fsdp_memory(
+    model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int, *, trained: int | None = None
+) -> Parts:
+    """Return what an FSDP2 rank has; `trained`: parameters of an adapter, beside which the model is frozen."""
     #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks that share a copy)
     #                     gathered: the root (embeddings), kept from forward to backward, and two layers, c each
     #                     reduced: the gradient of the largest unit as computed, c, and in float32
     #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
+    #     an adapter      weights (c P + 4A)/R, gradients 4A/R, moments 8A/R; no copy; only A's gradients are reduced
     #
     # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
     # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     several, ranks = ranks > 1, training.fsdp_size or ranks
-    parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
+    updated = size if trained is None else trained
+    weights = 4 * size if trained is None else number * size + 4 * trained
+    parts = {"weights": weights // ranks, "gradients": 4 * updated // ranks, "moments": 8 * updated // ranks}
     root = model.outside_parameters
     if several:
         parts["gathered"] = number * (root + 2 * model.layer_parameters)
-        parts["reduced"] = (number + 4) * max(root, model.layer_parameters)
-    elif number == 2:
+        largest = max(root, model.layer_parameters) if trained is None else trained // model.num_layers
+        parts["reduced"] = (number + 4) * largest
+    elif number == 2 and trained is None:
         parts["bfloat16 copy"] = number * size
     layers = model.num_layers
     return parts | _passes(model, number, tokens, layers=layers, recomputed=training.gradient_checkpointing)
@@ -215,21 +252,22 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
     return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * model.cache_bytes(number, tensor)}
 
 
-def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Parts:
+def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: int) -> Parts:
     """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
     if actor.engine == "megatron":
         parts = megatron_memory(model, actor, ranks, tokens, longest=longest)
     else:
-        parts = fsdp_memory(model, actor, ranks, tokens)
+        parts = fsdp_memory(model, actor, ranks, tokens, trained=None if config.lora is None else trained)
     if config.algorithm.has_critic and "critic" not in config.roles:
         parts["critic"] = _state(fsdp_memory(model, config.critic, ranks, tokens))
     if actor.tri_model:
         own = model.num_parameters // ranks
         if actor.engine == "megatron":
             own = _megatron_parameters(model, actor.megatron.layout(ranks))
-        parts["policy copies"] = config.num_policy_copies * DTYPE_BYTES[actor.autocast] * own
-    elif config.algorithm.kl_coef > 0 and "ref" not in config.roles:
+        copies = config.num_old_policies if config.reference_is_base else config.num_policy_copies
+        parts["policy copies"] = copies * DTYPE_BYTES[actor.autocast] * own
+    elif config.algorithm.kl_coef > 0 and "ref" not in config.roles and not config.reference_is_base:
         parts["reference"] = DTYPE_BYTES[config.model.dtype] * model.num_parameters
     return {name: size for name, size in parts.items() if size}
 

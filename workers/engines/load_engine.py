@@ -41,7 +41,10 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
     """Return the reference with the weights in `weights_dir` (None: initial); collective over a copy's ranks."""
-    setup = EngineSetup(config, device, config.ref.engine_options, config.rollout, weights_dir)
+    setup = EngineSetup(
+        config, device, config.ref.engine_options, config.rollout, weights_dir,
+        follows_policy=config.algorithm.ref_update_interval > 0, other_model=config.ref.path,
+    )  # fmt: skip
     engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
     return engine
 

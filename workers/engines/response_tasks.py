@@ -18,6 +18,7 @@ from asyncflow.errors import DeadlineExceeded
 from workers.data.model_files import eos_token_ids
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
@@ -164,10 +165,17 @@ class TaskEngine(CheckedEngine):
     adopts_weights = False  # the model is in other processes
     _tasks: ResponseTasks[Generation]
 
-    def __init__(self, model_dir: Path, model: ModelConfig, sampling: SamplingConfig, max_length: int | None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        max_length: int | None,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self._eos = eos_token_ids(model_dir)
         skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
-        super().__init__(skeleton, sampling, max_length)
+        super().__init__(skeleton, sampling, max_length, lora)
 
     @property
     def num_running(self) -> int:

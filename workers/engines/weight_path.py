@@ -12,15 +12,15 @@ from asyncflow.errors import WeightsLate
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastMember
 from weightsync.plan import Need, ShardSpec, plan_transfer
 from weightsync.receiver import RanksEngine, RanksReceiver, WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import Shard, WeightSender, describe
 from weightsync.version import Version
-from workers.engines.base import GenerateEngine, LocalShard
+from workers.engines.base import GenerateEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather
 from workers.settings.dataflow import WEIGHTS
 
 
-def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:
+def open_sender(context: WorkerContext, shards: Iterable[Shard]) -> WeightSender:
     """Plan with the other trainer ranks who sends what; return this rank's sender of its `shards`. Collective.
 
     Raises:

@@ -39,7 +39,7 @@ from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import FrozenEngine, GenerateRequest, PipelinedEngine, generate
+from workers.engines.base import CopyingEngine, FrozenEngine, GenerateRequest, PipelinedEngine, PolicyCopy, generate
 from workers.engines.load_engine import load_frozen_model, load_generate_engine, load_train_engine
 from workers.outside.run_client import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
@@ -77,7 +77,7 @@ class LocalEngines:
         self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False, tokenizer=self.tokenizer)
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))
-        self._reference: FrozenEngine | None = None
+        self._reference: FrozenEngine | PolicyCopy | None = None
         self._trained: set[int] = set()  # tokens of leases
         self._own = ExitStack()
         try:
@@ -90,7 +90,10 @@ class LocalEngines:
             self._own.callback(self.generator.close)
             self._learner = policy_learner(config, self.trainer)
             self.weight_sync_notify()
-            if config.algorithm.kl_coef > 0:
+            if config.algorithm.kl_coef > 0 and config.reference_is_base:
+                assert isinstance(self.trainer, CopyingEngine), "the rules of the run refuse other engines with lora"
+                self._reference = self.trainer.open_copy(initial=True)
+            elif config.algorithm.kl_coef > 0:
                 self._reference = load_frozen_model(config, device=device, weights_dir=None)
             served = {
                 name: TaskConfig(name=name, inputs=task.inputs, outputs=task.outputs, whole_groups=task.whole_groups)
@@ -261,6 +264,7 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         ("actor.num_mini_batches, actor.ppo_epochs: more than one update a step", config.actor.num_updates > 1),
         ("algorithm.group_filter: groups that are replaced", config.algorithm.filters_groups),
         ("actor.tri_model: copies of the policy", config.actor.tri_model),
+        ("weightsync.lora: adapter", config.sends_adapter),
         ("algorithm.ref_update_interval: a reference that follows", bool(config.algorithm.ref_update_interval)),
         ("reward.model: a reward model", config.reward.model is not None),
     ):

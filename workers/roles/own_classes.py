@@ -133,7 +133,12 @@ def _settings_of(
         return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
     from workers.engines.load_engine import outside_engine
 
-    _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+    kind, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+    if registry.group == ENGINES.group and config.sends_adapter and not getattr(kind, "takes_adapters", False):
+        raise ConfigError(
+            f"weightsync.lora: adapter cannot be used with {section}.engine {name}, whose class does not say "
+            f"`takes_adapters = True` (docs/engines.md); set weightsync.lora to merged"
+        )
     _check_run(options, config)
     return {section: options.model_dump(mode="json")}
 

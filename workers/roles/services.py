@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from yaml import YAMLError
 
 from asyncflow.checkpoint_files import QUEUE
@@ -16,6 +17,7 @@ from tq.control.controller import ControllerService
 from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.agent_service import WeightAgent
+from weightsync.config import ExportConfig
 from weightsync.export import WeightExporter, WeightFeed
 from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.admission.admitter import KeepRule, SavedRows, prompt_admission
@@ -26,6 +28,7 @@ from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptToken
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
 from workers.engines.hf.weights import copy_without_weights, write_weights
+from workers.engines.lora import adapted_modules, write_adapter
 from workers.outside.run_client import Announcement
 from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
@@ -297,6 +300,22 @@ def _settings(task: str, config: RunConfig) -> object:
     return next((user for user in config.tasks if user.name == task), None)
 
 
+def _open_exporter(context: WorkerContext, export: ExportConfig) -> WeightExporter:
+    run = context.config
+    feed = WeightFeed(context.job_credentials(), context.gang.name, "export")
+    if not run.sends_adapter:
+        copy_rest = functools.partial(copy_without_weights, Path(run.model.path))
+        return WeightExporter(feed, export, context.run_dir, copy_rest=copy_rest, write_weights=write_weights)
+    lora = run.lora
+    assert lora is not None, "versions are its adapters"
+
+    def write(target: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
+        tensors = {name: read(name).contiguous() for name in shapes}
+        write_adapter(target, tensors, lora, adapted_modules(shapes), base=run.model.path)
+
+    return WeightExporter(feed, export, context.run_dir, copy_rest=Path.mkdir, write_weights=write)
+
+
 def run_weights(context: WorkerContext) -> None:
     """Serve this node's weight versions until the run is over. Raises RoleFailed if one of its threads died."""
     serve_only()
@@ -305,13 +324,7 @@ def run_weights(context: WorkerContext) -> None:
     agent = WeightAgent(context.job_credentials(), context.gang.name, config, peers=peers)
     exporter = None
     if config.export is not None and context.gang.index == 0:
-        exporter = WeightExporter(
-            WeightFeed(context.job_credentials(), context.gang.name, "export"),
-            config.export,
-            context.run_dir,
-            copy_rest=functools.partial(copy_without_weights, Path(context.config.model.path)),
-            write_weights=write_weights,
-        )
+        exporter = _open_exporter(context, config.export)
     context.report_state(_SERVING)
     agent.threads.wait(context.exiting)
     if exporter is not None:

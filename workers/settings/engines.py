@@ -163,6 +163,11 @@ class RefConfig(Settings):
     (docs/engines.md), has one copy per rank, and `actor_fwd` uses transformers beside it."""
     engine_options: Annotated[dict[str, Any], AfterValidator(REF_ENGINES.options)] = Field({})
     """Settings of an engine of your own, checked by its `Config`."""
+    path: str | None = None
+    """Weights of the reference: a Hugging Face model directory or OWNER/NAME on the Hub; it must have the policy's
+    tokens. null: `model.path`. A relative path is looked up beside the config file, then in the working directory."""
+    revision: str | None = None
+    """Like `model.revision`."""
     shards: int = Field(1, ge=1)
     """With `fsdp`: ranks that share a copy."""
     megatron: MegatronConfig = MegatronConfig()

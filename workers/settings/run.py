@@ -21,6 +21,7 @@ from weightsync.config import WeightSyncConfig
 from workers.settings.algorithms import AlgorithmConfig, GRPOConfig
 from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart
 from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rewards import RewardConfig
 from workers.settings.rollout import ENGINES, RolloutConfig, SamplingConfig, Temperature
@@ -360,6 +361,7 @@ class RunConfig(Settings):
     schedule: ScheduleConfig
     rollout: RolloutConfig
     actor: ActorConfig = ActorConfig()
+    lora: LoraConfig | None = None
     critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -428,6 +430,21 @@ class RunConfig(Settings):
             case "reward" if self.reward.model is not None:
                 return self.reward.model.shards
         return 1
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether versions of the weights are adapters: receivers hold the base from the model's directory."""
+        return self.lora is not None and self.weightsync.lora == "adapter"
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the actor has the reference without a copy: the frozen base, with the adapter off."""
+        return (
+            self.lora is not None
+            and not self.lora.modules_to_save
+            and self.ref.path is None
+            and self.algorithm.ref_update_interval == 0
+        )
 
     @property
     def waits_for_others(self) -> bool:

@@ -17,7 +17,7 @@ from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
-from workers.engines.base import TrainEngine, ValueEngine
+from workers.engines.base import CopyingEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
 from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
@@ -206,6 +206,9 @@ def open_task(
     match name:
         case "rewards":
             return Rewards(context)
+        case "ref_log_probs" if engine is not None and config.reference_is_base:
+            assert isinstance(engine, CopyingEngine), "the rules of the run refuse other engines with lora"
+            return _hosted("ref_log_probs", engine.open_copy(initial=True).log_probs, config.actor, config)
         case "ref_log_probs":
             return ReferenceLogProbs(context, engine)
         case "actor_log_probs" if engine is None:

@@ -52,7 +52,7 @@ from weightsync.version import Version
 from workers.checkpoint.checkpoint_directory import beside
 from workers.checkpoint.saved_shards import ExportShare, HostCopy, load_shards, own_shards, save_shards
 from workers.checkpoint.writer import Checkpointer, Contents, Export, RunFacts
-from workers.data.model_files import model_fingerprint
+from workers.data.model_files import model_fingerprint, weights_fingerprint
 from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
@@ -342,6 +342,7 @@ def _open_checkpointer(context: WorkerContext, engine: TrainEngine) -> Checkpoin
         model_fingerprint=model_fingerprint(Path(config.model.path)),
         data_hash=context.first_data_hash(),
         tokenizer_files=context.first_tokenizer_files(),
+        weights_fingerprint="" if config.lora is None else weights_fingerprint(Path(config.model.path)),
         config=context.run_dir / CONFIG_FILE,
     )
     return Checkpointer(

@@ -9,6 +9,7 @@ import torch
 
 from asyncflow.testing.adapter import Adapter
 from workers.engines.hf.engine import HfEngine
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
@@ -24,7 +25,10 @@ class HfAdapter(Adapter):
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[HfEngine]:
         sampling = sampling.model_copy(update={"on_swap": self.on_swap})
-        engine = HfEngine(model_dir, ModelConfig(path=str(model_dir)), sampling=sampling, device=torch.device("cpu"))
+        engine = HfEngine(
+            model_dir, ModelConfig(path=str(model_dir)),
+            sampling=sampling, device=torch.device("cpu"), lora=self.lora,
+        )  # fmt: skip
         yield engine
         engine.close()
 
@@ -46,3 +50,22 @@ class HfFinishAdapter(HfAdapter):
     marks = ()
     families = ("llama",)
     on_swap = "finish"
+
+
+class HfLoraAdapter(HfAdapter):
+    """Versions are adapters."""
+
+    name = "hf-lora"
+    families = ("llama", "qwen2", "qwen3")
+    lora = LoraConfig(rank=4, alpha=6)
+
+
+class HfLoraFewTargetsAdapter(HfLoraAdapter):
+    """Only some layers are adapted, and running responses keep their keys and values."""
+
+    name = "hf-lora-few"
+    marks = ()
+    families = ("llama",)
+    lora = LoraConfig(rank=3, targets=("q_proj", "down_proj"), use_rslora=True)
+    on_swap = "keep"
+    keeps_cache = True

@@ -2,18 +2,28 @@
 
 from asyncflow.testing.generating import *  # noqa: F403
 
-from .hf_adapter import HfAdapter, HfFinishAdapter, HfKeepAdapter
+from .hf_adapter import HfAdapter, HfFinishAdapter, HfKeepAdapter, HfLoraAdapter, HfLoraFewTargetsAdapter
 from .sim_adapter import SimAdapter
-from .vllm_adapter import VllmAdapter, VllmNpuAdapter, VllmTensorParallelAdapter
+from .vllm_adapter import (
+    VllmAdapter,
+    VllmLoraAdapter,
+    VllmLoraTensorParallelAdapter,
+    VllmNpuAdapter,
+    VllmTensorParallelAdapter,
+)
 from .vllm_serve_adapter import VllmServeAdapter
 
 ADAPTERS = [
     HfAdapter(),
     HfKeepAdapter(),
     HfFinishAdapter(),
+    HfLoraAdapter(),
+    HfLoraFewTargetsAdapter(),
     SimAdapter(),
     VllmAdapter(),
     VllmTensorParallelAdapter(),
+    VllmLoraAdapter(),
+    VllmLoraTensorParallelAdapter(),
     VllmNpuAdapter(),
     VllmServeAdapter(),
 ]

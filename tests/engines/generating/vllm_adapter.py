@@ -16,6 +16,7 @@ from asyncflow.testing.training import MAX_POSITIONS
 from asyncflow.vendors import vendor_of
 from launcher.doctor.software import installed
 from workers.engines.vllm.engine import VllmEngine
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -46,9 +47,24 @@ class VllmAdapter(Adapter):
             sampling=sampling,
             max_prompt_tokens=MAX_POSITIONS,
             device=self.device,
+            lora=self.lora,
         )  # fmt: skip
         yield engine
         engine.close()
+
+
+class VllmLoraAdapter(VllmAdapter):
+    """Versions are adapters."""
+
+    name = "vllm-lora"
+    lora = LoraConfig(rank=4, alpha=6)
+
+
+class VllmLoraTensorParallelAdapter(VllmLoraAdapter):
+    """Each of two processes gets the whole adapter, and keeps its part."""
+
+    name = "vllm-lora-tp2"
+    tensor_parallel_size = 2
 
 
 class VllmTensorParallelAdapter(VllmAdapter):

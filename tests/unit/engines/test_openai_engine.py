@@ -1,9 +1,10 @@
 """The `openai` engine against a server of a few lines that fails as real ones do."""
 
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from tests.support.completions_server import Answer, CompletionsServer, error, e
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.stop_strings import StopTokenizer
+from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
 EOS = 1
+LORA = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
 
 
 @pytest.fixture
@@ -50,6 +53,30 @@ def make_engine(model_dir: Path, server: CompletionsServer, tmp_path: Path) -> I
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def make_adapted(model_dir: Path, server: CompletionsServer, tmp_path: Path) -> Iterator[Callable[..., OpenAIEngine]]:
+    """An engine whose versions are adapters; none is loaded."""
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> OpenAIEngine:
+            given = {"urls": (server.url,), "weights_dir": str(tmp_path / "served"), "retry_pause_s": 0.0} | settings
+            engine = OpenAIEngine(
+                model_dir,
+                ModelConfig(path=str(model_dir)),
+                OpenAIConfig.model_validate(given),
+                sampling=SamplingConfig(max_response_tokens=8, batch_size=4),
+                lora=LORA,
+            )
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def adapter_of(engine: OpenAIEngine, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(need.shape, value) for name, need in engine.weight_needs().items()}
 
 
 def responses(engine: OpenAIEngine, number: int = 1) -> list[Generation]:
@@ -196,6 +223,48 @@ def test_server_that_cannot_take_weights_is_named_with_what_to_do(
     server.closed.set()
     with pytest.raises(EngineFailed, match=r"/pause.* answered 404.*VLLM_SERVER_DEV_MODE=1.*openai.update"):
         make_engine()
+
+
+def test_each_adapter_has_a_name_that_requests_give_and_the_one_before_is_dropped(
+    make_adapted: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    engine, names = make_adapted(), []
+    for number in (1, 2, 3):
+        engine.load_weights(adapter_of(engine, number))
+        engine.version = number
+        ((name, directory),) = server.adapters.items()
+        names.append(name)
+        assert set(load_file(Path(directory) / "adapter_model.safetensors")) == set(engine.weight_needs())
+        written = load_file(Path(directory) / "adapter_model.safetensors").values()
+        assert all(bool((tensor == number).all()) for tensor in written)
+        assert json.loads((Path(directory) / "adapter_config.json").read_text())["r"] == LORA.rank
+        (found,) = responses(engine)
+        assert found.versions_R.tolist() == [number] * 3 and server.bodies[-1]["model"] == name
+    assert len(set(names)) == 3
+    assert not any(path.startswith(("/pause", "/collective_rpc")) for path in server.paths)
+
+
+def test_server_that_was_started_again_gets_its_adapter_back_and_is_asked_again(
+    make_adapted: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    engine = make_adapted()
+    engine.load_weights(adapter_of(engine, 1.0))
+    before = dict(server.adapters)
+    server.adapters.clear()
+    assert responses(engine)[0].response_R.tolist() == [5, 6, EOS]
+    assert server.adapters == before
+    server.answer = error(404, "not that one")  # it has the adapter: asking again would not help
+    with pytest.raises(EngineFailed, match="not that one"):
+        responses(engine)
+
+
+def test_server_that_takes_no_adapters_is_named_with_what_to_do(
+    make_adapted: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    engine = make_adapted()
+    server.closed.set()
+    with pytest.raises(EngineFailed, match=r"load_lora_adapter answered 404.*--enable-lora.*lora to merged"):
+        engine.load_weights(adapter_of(engine, 1.0))
 
 
 @pytest.mark.parametrize(

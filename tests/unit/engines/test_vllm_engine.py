@@ -12,13 +12,14 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncflow.errors import ConfigError, EngineFailed, PlanError
@@ -31,10 +32,12 @@ from workers.engines.stop_strings import StopTokenizer
 from workers.engines.vllm import engine as vllm_engine
 from workers.engines.vllm import vllm_process
 from workers.engines.vllm.engine import VllmEngine
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
+LORA = LoraConfig(rank=4, alpha=6)
 SET = threading.Event()
 SET.set()
 
@@ -52,6 +55,14 @@ class OldCompletionOutput:
     token_ids: list[int]
     logprobs: Any
     finish_reason: str | None
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
 
 
 class TransferEngine:
@@ -95,6 +106,9 @@ class Llm:
     ticks: int = 0
     version: str = ""
     dead: bool = False
+    adapter: dict[str, Tensor] = field(default_factory=dict)
+    adapter_config: dict[str, Any] = field(default_factory=dict)
+    adapter_directory: Path | None = None
 
     def __post_init__(self) -> None:
         from workers.engines.vllm.vllm_worker import AsyncFlowWorker  # registers its transfer engine
@@ -103,10 +117,22 @@ class Llm:
         self.worker = AsyncFlowWorker()
         self.worker.weight_transfer_engine = self.transfer
         self.worker.vllm_config = None
+        self.worker.add_lora = self.add_lora
         self.changed = asyncio.Condition()
 
     def transfer_arguments(self) -> tuple[Any, ...]:
         return None, SimpleNamespace(model_config=None), None, self.model
+
+    def add_lora(self, request: Any) -> bool:
+        self.calls.append("add" if request.load_inplace else "add a second")
+        self.adapter = load_file(Path(request.lora_path) / "adapter_model.safetensors")
+        self.adapter_config = json.loads((Path(request.lora_path) / "adapter_config.json").read_text())
+        self.adapter_directory = Path(request.lora_path)
+        return True
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self.calls.append(f"version {new_version}")
+        self.version = new_version
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -142,8 +168,12 @@ class Llm:
         self.calls.append("shutdown")
         self.transfer.shutdown()
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], parameters: Any, name: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         assert parameters.stream_interval == 8
+        assert (lora_request is not None) == bool(self.adapter)
+        assert lora_request is None or not lora_request.load_inplace, "it is read again in every step"
         draws, tokens, spans = random.Random(parameters.seed), [], []
         reason = None
         while reason is None:
@@ -212,7 +242,13 @@ class OldLlm(Llm):
         await super().resume_generation()
         self.paused = False
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def update_weight_version(self, new_version: str) -> None:
+        raise AssertionError("0.23 has no such method")
+
+    async def generate(
+        self, prompt: dict[str, Any], parameters: Any, name: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        assert (lora_request is not None) == bool(self.adapter)
         assert not hasattr(parameters, "stream_interval"), "SamplingParams() got an unexpected argument"
         assert not self.paused, "paused for ever, as there is work left"
         draws, tokens = random.Random(parameters.seed), []
@@ -290,8 +326,13 @@ def fake_vllm() -> Iterator[None]:
             "WeightTransferEngineFactory": SimpleNamespace(register_engine=registered.__setitem__)
         },
         "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": TransferEngine, **transfer, **request},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.model_executor": {},
-        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader": {
+            "BaseModelLoader": object,
+            "register_model_loader": lambda name: partial(registered.__setitem__, f"{name} loader"),
+        },
         "vllm.model_executor.model_loader.reload": reload,
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -307,10 +348,12 @@ def fake_vllm() -> Iterator[None]:
 
 
 @contextmanager
-def opened(model_dir: Path, sampling: SamplingConfig, **settings: Any) -> Iterator[Any]:
+def opened(
+    model_dir: Path, sampling: SamplingConfig, *, lora: LoraConfig | None = None, **settings: Any
+) -> Iterator[Any]:
     engine = Paced(
         model_dir, ModelConfig(path=str(model_dir)), VllmConfig(**settings), sampling=sampling, max_prompt_tokens=64,
-        device=torch.device("cpu"),
+        device=torch.device("cpu"), lora=lora,
     )  # fmt: skip
     yield engine
     engine.close()
@@ -326,8 +369,15 @@ class FakeVllm(Adapter):
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
-        with opened(model_dir, sampling) as engine:
+        with opened(model_dir, sampling, lora=self.lora) as engine:
             yield engine
+
+
+class FakeVllmLora(FakeVllm):
+    """Versions are adapters."""
+
+    name = "fake vllm lora"
+    lora = LORA
 
 
 @contextmanager
@@ -349,12 +399,19 @@ class FakeOldVllm(FakeVllm):
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
         with ExitStack() as stack:
             with old_vllm():
-                engine = stack.enter_context(opened(model_dir, sampling))
+                engine = stack.enter_context(opened(model_dir, sampling, lora=self.lora))
                 assert not engine._tells_versions and not engine._has_stream_interval
             yield engine
 
 
-ADAPTERS = [FakeVllm(), FakeOldVllm()]
+class FakeOldVllmLora(FakeOldVllm):
+    """Versions are adapters."""
+
+    name = "fake vllm 0.23 lora"
+    lora = LORA
+
+
+ADAPTERS = [FakeVllm(), FakeOldVllm(), FakeVllmLora(), FakeOldVllmLora()]
 
 
 @pytest.fixture
@@ -404,7 +461,54 @@ def test_ranks_load_what_they_hold_and_let_it_go(model_dir: Path, sampling: Samp
     assert said[-1] == "close"
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("on_swap", ["recompute", "keep"])
+def test_adapters_replace_each_other_while_vllm_is_paused_and_leave_no_files(
+    model_dir: Path, sampling: SamplingConfig, on_swap: str
+) -> None:
+    with opened(model_dir, sampling.model_copy(update={"on_swap": on_swap}), lora=LORA) as engine:
+        llm, needs = engine._llm, engine.weight_needs()
+        for number in (1, 2):
+            llm.calls.clear()
+            engine.load_weights({name: torch.full(need.shape, float(number)) for name, need in needs.items()})
+            assert llm.calls == [f"pause keep {on_swap != 'keep'}", "add", f"version {number}", "resume"]
+            assert llm.adapter.keys() == needs.keys() and llm.model.loaded == []
+            assert all(bool((tensor == number).all()) for tensor in llm.adapter.values())
+            config = llm.adapter_config
+            assert (config["r"], config["lora_alpha"]) == (4, 6)
+            assert config["target_modules"] == sorted(
+                f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+            )
+            assert not llm.adapter_directory.exists()
+        with pytest.raises(PlanError, match="missing"):
+            engine.load_weights({})
+
+
+def test_ranks_put_the_adapter_that_they_hold_in_place_and_let_it_go(model_dir: Path, sampling: SamplingConfig) -> None:
+    said: list[str] = []
+    with old_vllm(), opened(model_dir, sampling, lora=LORA) as engine:
+        held = {name: torch.ones(need.shape) for name, need in engine.weight_needs().items()}
+        engine._llm.transfer._receiver = SimpleNamespace(
+            hold=lambda version: True,
+            held=lambda share: held.items(),
+            let_go=lambda: said.append("let go"),
+            close=lambda: None,
+        )
+        assert engine.hold(Version(0, 2))
+        engine.load_held()
+        assert engine._llm.calls == ["pause abort True", "add", "resume"] and said == ["let go"]
+        assert engine._llm.adapter.keys() == held.keys()
+
+
+def test_base_of_an_adapter_is_read_from_the_models_files_alone(model_dir: Path, sampling: SamplingConfig) -> None:
+    with opened(model_dir, sampling, lora=LORA):
+        loader = registered["asyncflow loader"]()
+    model = Model()
+    save_file({"old": torch.zeros(1)}, model_dir / "backup.safetensors")  # vLLM's own loader would read it
+    loader.load_weights(model, SimpleNamespace(model=str(model_dir)))
+    assert {name for name, _ in model.loaded} == set(weights_of(model_dir))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS[:2], ids=lambda each: each.name)
 def test_ranks_receive_a_broadcast_in_a_pause_after_which_responses_go_on_as_they_were(
     model_dir: Path, sampling: SamplingConfig, adapter: FakeVllm
 ) -> None:

@@ -100,6 +100,21 @@ def test_verl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     assert config.name == "qwen2-7b"
 
 
+def test_adapters_become_ours(tmp_path: Path) -> None:
+    imported({**TRL_FILE, "use_peft": True, "lora_r": 8, "lora_modules_to_save": ["norm"]}, tmp_path)
+    config = load_config(tmp_path / "new.yaml")
+    assert config.lora is not None and not config.sends_adapter
+    assert (config.lora.rank, config.lora.scaling, config.lora.dropout) == (8, 4, 0.05)
+    assert (config.lora.targets, config.lora.modules_to_save) == (("q_proj", "v_proj"), ("norm",))
+    given = with_value(VERL_FILE, "actor_rollout_ref.model.lora_rank", 32)
+    imported(with_value(given, "actor_rollout_ref.model.target_modules", ["all-linear"]), tmp_path, steps=105)
+    config = load_config(tmp_path / "new.yaml", overrides=["reward.function=math"])
+    assert config.lora is not None and config.sends_adapter
+    assert (config.lora.rank, config.lora.scaling, config.lora.targets) == (32, 0.5, "all-linear")
+    assert "lora" not in imported(TRL_FILE, tmp_path)
+    assert "lora" not in imported(with_value(VERL_FILE, "actor_rollout_ref.model.lora_rank", 0), tmp_path)
+
+
 def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
     imported(VERL_FILE, tmp_path)
     text = (tmp_path / "new.yaml").read_text()
@@ -112,7 +127,7 @@ def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
     ("given", "key", "value"),
     [
         (TRL_FILE, "loss_type", "sapo"),
-        (TRL_FILE, "use_peft", True),
+        (TRL_FILE, "use_dora", True),
         (TRL_FILE, "min_p", 0.1),
         (TRL_FILE, "scale_rewards", "batch"),
         (TRL_FILE, "top_entropy_quantile", 0.2),
@@ -123,7 +138,7 @@ def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
         (VERL_FILE, "actor_rollout_ref.actor.ppo_mini_batch_size", 300),
         (VERL_FILE, "actor_rollout_ref.actor.policy_loss.loss_mode", "clip_cov"),
         (VERL_FILE, "actor_rollout_ref.rollout.name", "sglang"),
-        (VERL_FILE, "actor_rollout_ref.model.lora_rank", 32),
+        (VERL_FILE, "actor_rollout_ref.model.exclude_modules", "q_proj"),
         (VERL_FILE, "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum"),
         (VERL_FILE, "algorithm.use_kl_in_reward", True),
     ],

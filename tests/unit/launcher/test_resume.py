@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from asyncflow.checkpoint_files import CheckpointMeta, describe
 from asyncflow.clock import HostClock
@@ -28,7 +29,7 @@ from launcher.run.restore import (
     unsaved_run,
 )
 from launcher.run.rundir import running_launcher
-from workers.data.model_files import model_fingerprint
+from workers.data.model_files import model_fingerprint, weights_fingerprint
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import tokenizer_files
 from workers.settings.run import RunConfig
@@ -442,3 +443,53 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     loaded = Request(resume=str(checkpoint.run_dir), steps=20)._load_config(checkpoint.run_dir).config
     assert loaded.data.template_time is not None
     check_resume(checkpoint, loaded)
+
+
+ADAPTED = ("steps=20", "lora={rank: 4, targets: [q_proj]}")
+
+
+def adapted(tmp_path: Path, *settings: str) -> RunConfig:
+    """A configuration that trains an adapter on a copy of the recipe's model."""
+    model = tmp_path / "model"
+    if not model.exists():
+        shutil.copytree(load_config(find_recipe("quickstart")).model.path, model)
+    return load_config(find_recipe("quickstart"), overrides=(*ADAPTED, f"model.path={model}", *settings))
+
+
+def resumable_adapter(tmp_path: Path) -> Checkpoint:
+    config = adapted(tmp_path)
+    return replace(resumable(tmp_path, config), weights_fingerprint=weights_fingerprint(Path(config.model.path)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lora.rank=8", r"^lora.rank: rank 8 is not what .*step_000010 was trained with \(4\)"),
+        ("lora.alpha=8", r"^lora.alpha: scaling 2.0 is not what .* was trained with \(1.0\)"),
+        ("lora.targets=all-linear", r"^lora.targets: targets 'all-linear' is not what .* \(\('q_proj',\)\)"),
+        ("lora.modules_to_save=[norm]", r"^lora.modules_to_save: "),
+        ("lora=null", r"^lora: .*step_000010 holds an adapter alone; resume with lora as it was"),
+    ],
+)
+def test_another_adapter_than_the_checkpoint_s_is_refused(tmp_path: Path, setting: str, message: str) -> None:
+    checkpoint = resumable_adapter(tmp_path)
+    check_resume(checkpoint, adapted(tmp_path, "lora.dropout=0.1", "lora.alpha=4"))
+    with pytest.raises(ConfigError, match=message):
+        check_resume(checkpoint, adapted(tmp_path, setting))
+
+
+def test_adapter_is_not_resumed_on_a_base_with_other_values(tmp_path: Path) -> None:
+    checkpoint = resumable_adapter(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "up_proj" in name)
+    save_file({**weights, name: weights[name] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^model.path: .* has other weights .* than the base of the adapter in .*"):
+        check_resume(checkpoint, adapted(tmp_path))
+
+
+def test_adapter_is_not_resumed_from_whole_weights(tmp_path: Path) -> None:
+    before = load_config(find_recipe("quickstart"), overrides=("steps=20",))
+    checkpoint = resumable(tmp_path, before)
+    with pytest.raises(ConfigError, match=r"^lora: .*step_000010 holds all weights; resume with lora as it was"):
+        check_resume(checkpoint, load_config(find_recipe("quickstart"), overrides=ADAPTED))

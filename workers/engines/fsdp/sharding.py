@@ -6,7 +6,7 @@ therefore keeps the plain model in the element type in which it was built; under
 through a `Bfloat16Twin`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weightsync.plan import Need
+from weightsync.sender import Shard
 from workers.checkpoint.saved_shards import WHOLE, ExportShare
 from workers.data.model_files import HEAD_TENSORS, POLICY_KEY, SCORE_HEAD
 from workers.engines.base import (
@@ -34,15 +36,20 @@ from workers.engines.base import (
     decays,
 )
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.hf.export import export_saved
+from workers.engines.hf.adapter import Adapter
+from workers.engines.hf.export import export_adapted, export_saved
 from workers.engines.hf.model import (
     DTYPES,
+    attach_adapter,
     check_stored,
     decoder_layers,
     empty_causal_lm,
     materialize,
+    read_parameters,
+    replace_weights,
     stored_names,
     vocab_size,
+    write_parameters,
 )
 from workers.engines.hf.weights import HfWeights
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
@@ -51,6 +58,7 @@ from workers.engines.packed_forward import InputsOfBatch, cut, response_log_prob
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
+from workers.settings.lora import LoraConfig
 
 COMPILER = "inductor"
 
@@ -59,10 +67,12 @@ class ShardedModel:
     """Common to the engines of policy and critic; implements `TrainedEngine` except `forward_backward`.
 
     Building it is collective over the ranks that train the model, which the default process group must span. Each rank
-    reads only its own rows of the Hugging Face directory; the weights are float32.
+    reads only its own rows of the Hugging Face directory; the weights are float32, except for a base that is frozen
+    beside an adapter: it is in the element type of the computation, to which FSDP2 would cast it anyway.
 
     Args:
-        seed: of this process's random numbers (without dropout none are drawn).
+        seed: of this process's random numbers (without dropout none are drawn), and of a new adapter.
+        lora: train an adapter; None: all weights.
     Raises:
         ConfigError: the directory does not hold the model that its config.json describes.
     """
@@ -70,20 +80,29 @@ class ShardedModel:
     model_key = POLICY_KEY  # the setting that names the model's directory
     unused_weights: tuple[str, ...] = ()  # names of weights in files that it may leave unused
 
-    def __init__(self, model_dir: Path, training: ActorConfig, *, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        training: ActorConfig,
+        *,
+        device: torch.device,
+        seed: int,
+        lora: LoraConfig | None = None,
+    ) -> None:
         torch.manual_seed(seed)
         self._model_dir = model_dir
         self._training = training
         self._device = device
         self._updates = Updates(training)
         self._mesh = make_mesh(device, training)
-        self._model = self._empty_model(torch.float32)
+        self._model = self._empty_model(torch.float32 if lora is None else DTYPES[training.autocast])
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
-        self._aliases = stored_names(self._model)
+        self._aliases = stored_names(self._model)  # before there is an adapter: of the files
         weights = HfWeights(model_dir, key=self.model_key)
         check_stored(self._model, weights, self._aliases, unused=self.unused_weights)
+        self._adapter = None if lora is None else Adapter(self._model, lora)
         self._twin: Bfloat16Twin | None = None
-        if training.autocast == "bfloat16" and self._mesh.size() == 1:
+        if lora is None and training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)
             # `self._model` holds the float32 weights; passes go through this copy.
             computing = self._empty_model(torch.bfloat16)
@@ -93,9 +112,13 @@ class ShardedModel:
         else:
             shard(self._model, self._mesh, training)
             materialize(self._model, device)
-        self._fill(local_shards(self._model.named_parameters()), weights)
+        stored = ((name, value) for name, value in self._model.named_parameters() if name in self._aliases)
+        self._fill(local_shards(stored), weights)
+        if self._adapter is not None:
+            self._adapter.fill(seed=seed)
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            self._trained,
             lr=training.lr,
             betas=training.betas,
             eps=training.eps,
@@ -111,7 +134,7 @@ class ShardedModel:
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
         """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them."""
-        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
         assert gradients, "step() without a forward_backward() before it"
         factor, stats = self._updates.next(self._global_norm(gradients), scale)
         # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
@@ -119,7 +142,7 @@ class ShardedModel:
             torch._foreach_mul_(gradients, factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = stats.lr
-            decay([_local(p) for p in self._model.parameters() if decays(p)], self._training, stats.lr)
+            decay([_local(p) for p in self._trained if decays(p)], self._training, stats.lr)
             self._optimizer.step()
             self._mark_changed()
         self.zero_grad()
@@ -129,9 +152,12 @@ class ShardedModel:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, and step and update counts for torch.distributed.checkpoint."""
+        """Return model (with an adapter, only what is trained), optimizer, and step and update counts for
+        torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
+        if self._adapter is not None:  # torch's own `ignore_frozen_params` leaves the second name of a tied weight
+            model = {name: model[name] for name in self._trained_names()}
         optimizer: dict[str, Any] = optimizer_state
         if fresh:
             # get_state_dict created the state by an update without gradients, which AdamW counts as its first.
@@ -140,17 +166,23 @@ class ShardedModel:
         return {"model": model, "optimizer": optimizer, **self._updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The frozen base is in no state.
+        assert self._adapter is None or {*state["model"]} == {*self._trained_names()}, "a state of another adapter"
         set_state_dict(
             self._model,
             self._optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=self._adapter is None),
         )
         for group in self._optimizer.param_groups:
             group["weight_decay"] = 0.0  # states of earlier versions stored it there
         self._mark_changed()
         self._updates.load_state_dict(state)
         self.zero_grad()
+
+    def _trained_names(self) -> list[str]:
+        return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
 
     def _compute_model(self) -> nn.Module:
         """Return the model that passes go through; its gradients end up in the float32 parameters."""
@@ -320,19 +352,40 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class FsdpEngine(ShardedModel):
-    """Trains a causal language model; implements `CopyingEngine`. For construction see `ShardedModel`."""
+    """Trains a causal language model; implements `CopyingEngine`. For construction see `ShardedModel`.
+
+    Args:
+        merged: with `lora`, whether `shards` are whole weights with the adapter added, or the adapter alone.
+    """
 
     def __init__(
-        self, model_dir: Path, *, actor: ActorConfig, temperature: float, device: torch.device, seed: int
+        self,
+        model_dir: Path,
+        *,
+        actor: ActorConfig,
+        temperature: float,
+        device: torch.device,
+        seed: int,
+        lora: LoraConfig | None = None,
+        merged: bool = False,
     ) -> None:
-        super().__init__(model_dir, actor, device=device, seed=seed)
+        super().__init__(model_dir, actor, device=device, seed=seed, lora=lora)
         self._temperature = temperature
+        self._lora = lora
+        self._merged = merged
+        self._mark_changed()
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpEngine":
-        run, temperature = setup.run, setup.run.rollout.temperature
+        run = setup.run
         return FsdpEngine(
-            setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=run.seed
+            setup.model_dir,
+            actor=setup.actor,
+            temperature=run.rollout.temperature,
+            device=setup.device,
+            seed=run.seed,
+            lora=run.lora,
+            merged=not run.sends_adapter,
         )
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -347,25 +400,53 @@ class FsdpEngine(ShardedModel):
         total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
         total.backward()  # type: ignore[no-untyped-call]
 
-    def shards(self) -> Iterable[LocalShard]:
+    def shards(self) -> Iterable[Shard]:
         reshard(self._model)
-        return local_shards(self._model.named_parameters())
+        if self._adapter is None:
+            return local_shards(self._model.named_parameters())
+        return self._adapter.merged_shards() if self._merged else self._adapter.shards()
+
+    def _mark_changed(self) -> None:
+        super()._mark_changed()
+        if self._adapter is not None and self._merged:
+            self._adapter.gather_a()
 
     def export_hf(self, target: Path, saved: Path) -> None:
         self.export_share(target, saved, WHOLE)
 
     def export_share(self, target: Path, saved: Path, share: ExportShare) -> bool:
         """Write a share of a saved state as a Hugging Face directory, in the element type of the initial model's
-        files."""
+        files; with an adapter, the merged model, and the adapter beside it."""
+        if self._adapter is not None and self._lora is not None:
+            return export_adapted(saved, target, self._model_dir, self._aliases, self._lora, share)
         return export_saved(saved, target, self._model_dir, self._aliases, share)
 
-    def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
+    def open_copy(self, *, initial: bool = False) -> "FsdpCopy | BaseOfPolicy":
+        if self._lora is not None and initial and not self._lora.modules_to_save:
+            return BaseOfPolicy(self)
+        assert self._lora is None or initial, "older adapters are not kept"
         copy = FsdpCopy(
             self._model_dir, self._training, temperature=self._temperature, device=self._device, policy=self
         )
         if initial:
             copy.read_weights(self._model_dir)
         return copy
+
+
+class BaseOfPolicy:
+    """The model that a policy with an adapter began as: the policy with its adapter off; implements `PolicyCopy`."""
+
+    def __init__(self, policy: FsdpEngine) -> None:
+        self._policy = policy
+
+    def take(self) -> None:
+        """Never called: it is the initial model."""
+        raise AssertionError("the base is frozen")
+
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        assert self._policy._adapter is not None, "opened for a policy with an adapter"
+        with self._policy._adapter.switch.off():
+            return self._policy.log_probs(batch)
 
 
 class FsdpCopy(SharedModel):
@@ -412,13 +493,28 @@ class FsdpFrozenModel(FsdpCopy):
 
     Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
     the model that its config.json describes.
+
+    With `lora`, `load_weights` gets adapters, which every rank holds whole, on the base in `model_dir`; `weights_dir`
+    then holds an adapter, unless it is `model_dir`.
     """
 
     def __init__(
-        self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
+        self,
+        model_dir: Path,
+        training: TrainingConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        weights_dir: Path,
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__(model_dir, training, temperature=temperature, device=device)
-        self.read_weights(weights_dir)
+        self._adapter: dict[str, nn.Parameter] | None = None
+        if lora is not None:
+            super().read_weights(model_dir)
+            self._adapter = attach_adapter(self._model, lora)
+        if lora is None or weights_dir != model_dir:
+            self.read_weights(weights_dir)
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpFrozenModel":
@@ -428,7 +524,31 @@ class FsdpFrozenModel(FsdpCopy):
             temperature=setup.run.rollout.temperature,
             device=setup.device,
             weights_dir=setup.weights_dir or setup.model_dir,
+            lora=setup.adapter,
         )
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        if self._adapter is None:
+            return super().weight_needs()
+        return {name: Need(tuple(tensor.shape)) for name, tensor in self._adapter.items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        if self._adapter is None:
+            super().load_weights(weights)
+        else:
+            replace_weights(self._adapter, weights, adopt=False)
+
+    def read_weights(self, weights_dir: Path) -> None:
+        if self._adapter is None:
+            super().read_weights(weights_dir)
+        else:
+            read_parameters(self._adapter, HfWeights(weights_dir), what="the adapter")
+
+    def save_weights(self, target: Path) -> None:
+        if self._adapter is None:
+            super().save_weights(target)
+        elif dist.get_rank() == 0:
+            write_parameters(self._adapter, target)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A]: each rank computes some of the samples, and all get the results of all.

@@ -28,9 +28,17 @@ from asyncflow.errors import ConfigError
 from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.hf.lanes import KeyShape, Lane, alike
-from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm, materialize, replace_weights
+from workers.engines.hf.model import (
+    DTYPES,
+    CheckedEngine,
+    empty_causal_lm,
+    loadable_parameters,
+    materialize,
+    replace_weights,
+)
 from workers.engines.packed_attention import alike_attention
 from workers.engines.packed_forward import use_float32_logits
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
@@ -350,17 +358,26 @@ class HfEngine(CheckedEngine):
     """Generates responses with transformers; implements `GenerateEngine`.
 
     Built without weights (only the JSON files in `model_dir` are read), so `load_weights` must come before `submit`.
+    With `lora` it reads the base from the directory, and `load_weights` gets adapters.
     Raises ConfigError if the directory describes no causal language model, or no end-of-sequence token.
     """
 
-    def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: ModelConfig,
+        *,
+        sampling: SamplingConfig,
+        device: torch.device,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self._device = device
         model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=STEP_ATTENTION)
         materialize(model, device)
         use_float32_logits(model)
         self._model = cast(Any, model.requires_grad_(False))
-        self._parameters = dict(self._model.named_parameters())
-        super().__init__(model, sampling, max_positions(model_dir))
+        self._parameters = loadable_parameters(model, model_dir, lora)  # what a version replaces
+        super().__init__(model, sampling, max_positions(model_dir), lora)
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         size = sampling.batch_size, sampling.max_response_tokens
         self._uniforms_SM = torch.zeros(size, device=device)
@@ -373,7 +390,9 @@ class HfEngine(CheckedEngine):
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "HfEngine":
-        return HfEngine(setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device)
+        return HfEngine(
+            setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device, lora=setup.adapter
+        )
 
     @property
     def adopts_weights(self) -> bool:

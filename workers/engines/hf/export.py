@@ -24,13 +24,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from asyncflow.errors import CheckpointError
+from asyncflow.json_lines import sync
 from weightsync.plan import Box
 from workers.checkpoint.saved_shards import WHOLE, BoxedTensor, BoxPart, ExportShare
 from workers.engines.hf.weights import FILE_BYTES, HfWeights, copy_without_weights, divide_into_files, write_index
+from workers.engines.lora import PREFIX, A, B, adapter_shapes, adapter_targets, merge, write_adapter
+from workers.settings.lora import LoraConfig
 
 # safetensors' names of element types, and its order of the tensors in a file: wide ones first, then by name.
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WIDEST_FIRST = tuple(_DTYPE_NAMES)
+_MODEL = "model."  # of the weights in a saved state
 _WRITTEN_BY = re.compile(r"__(\d+)_")  # a shard file's rank, as torch.distributed.checkpoint names it
 
 
@@ -106,8 +110,92 @@ def export_saved(
     Raises:
         CheckpointError: the state lacks a weight. ConfigError: `model_dir` does. OSError: the file system refuses.
     """
-    tensors, source = SavedTensors(saved), HfWeights(model_dir)
-    saved_shapes = tensors.shapes_below("model.")
+    return _write_model(SavedTensors(saved), saved, target, model_dir, names, share, file_bytes=file_bytes)
+
+
+ADAPTER = "adapter"  # directory in an export: the adapter in peft's form
+
+
+def export_adapted(
+    saved: Path,
+    target: Path,
+    model_dir: Path,
+    names: Mapping[str, Iterable[str]],
+    lora: LoraConfig,
+    share: ExportShare = WHOLE,
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> bool:
+    """Write a share of a saved adapter: the model with the adapter merged into it, like `export_saved`, and in
+    `adapter/` the adapter itself, which rank 0 writes whole, float32."""
+    tensors = MergedTensors(SavedTensors(saved), HfWeights(model_dir), names, lora)
+    if not _write_model(tensors, saved, target, model_dir, names, share, file_bytes=file_bytes):
+        return False
+    if share.rank == 0:
+        write_adapter(target / ADAPTER, tensors.adapter(), lora, tensors.targets, base=str(model_dir))
+        for path in (target / ADAPTER).iterdir():
+            sync(path)
+    return True
+
+
+class MergedTensors:
+    """Reads the model that a base and a saved adapter make together, weight by weight; like `SavedTensors`.
+
+    Args:
+        names: of the base's weights, each with the names that its files may use.
+    Raises:
+        CheckpointError: the state lacks a part of the adapter.
+    """
+
+    def __init__(
+        self, saved: SavedTensors, base: HfWeights, names: Mapping[str, Iterable[str]], lora: LoraConfig
+    ) -> None:
+        self._saved, self._base, self._names, self._lora = saved, base, names, lora
+        self._shapes = {name: base.shape(base.find_name(name, aliases)) for name, aliases in names.items()}
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._held = saved.shapes_below(_MODEL)
+        self.targets = adapter_targets(self._shapes, lora)
+        for name, shape in adapter_shapes(self.targets, lora.rank).items():
+            if self._held.get(name.removeprefix(PREFIX)) != shape:
+                raise CheckpointError(f"the saved state has no {name} of shape {shape}, which lora asks for")
+
+    def shapes_below(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        assert prefix == _MODEL
+        return self._shapes
+
+    def shards_of(self, name: str) -> Iterator[tuple[int, Box]]:
+        """Yield the whole weight, in turn for every rank: the base's files are there for all of them."""
+        path = name.removeprefix(_MODEL)
+        yield self._numbers[path], Box.from_shape(self._shapes[path])
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        path = name.removeprefix(_MODEL)
+        if path in self._held:  # trained whole
+            return self._saved.read_box(name, box)
+        weight = self._base.read_whole(self._base.find_name(path, self._names[path]))[box.slices]
+        module = path.removesuffix(".weight")
+        if module not in self.targets:
+            return weight
+        a, b = (self._saved.read(f"{_MODEL}{module}{end}") for end in (A, B))
+        return merge(weight, a[:, box.slices[1]], b[box.slices[0]], self._lora.scaling)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return what peft's file holds, by its names; besides the adapter, weights that were trained whole."""
+        return {PREFIX + name: self._saved.read(_MODEL + name).contiguous() for name in self._held}
+
+
+def _write_model(
+    tensors: SavedTensors | MergedTensors,
+    saved: Path,
+    target: Path,
+    model_dir: Path,
+    names: Mapping[str, Iterable[str]],
+    share: ExportShare,
+    *,
+    file_bytes: int,
+) -> bool:
+    source = HfWeights(model_dir)
+    saved_shapes = tensors.shapes_below(_MODEL)
     if lacking := [name for name in names if name not in saved_shapes]:
         raise CheckpointError(f"{saved} lacks the weight {lacking[0]}, which the model in {model_dir} has")
     dtypes = {name: source.dtype(source.find_name(name, aliases)) for name, aliases in names.items()}
@@ -123,7 +211,7 @@ def export_saved(
                 out.write_at(0, layout.header)
             for name, start in layout.starts.items():
                 dtype = dtypes[name]
-                shards = list(tensors.shards_of(f"model.{name}"))
+                shards = list(tensors.shards_of(_MODEL + name))
                 if not all(_is_run(box, shapes[name]) for _, box in shards):
                     # Columns were divided: one rank gathers the weight, in turn.
                     shards = [(gathered, Box.from_shape(shapes[name]))]
@@ -133,7 +221,7 @@ def export_saved(
                         continue
                     if share.stop():
                         return False
-                    values = tensors.read_box(f"model.{name}", box).to(dtype).contiguous()
+                    values = tensors.read_box(_MODEL + name, box).to(dtype).contiguous()
                     first = start + _first_element(box, shapes[name]) * dtype.itemsize
                     out.write_at(first, values.reshape(-1).view(torch.uint8).numpy().data)
         weight_map |= dict.fromkeys(held, file)

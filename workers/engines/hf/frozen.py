@@ -20,21 +20,26 @@ from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (
     DTYPES,
+    adapter_needs,
     check_stored,
     empty_causal_lm,
     empty_reward_model,
+    loadable_parameters,
     materialize,
+    read_parameters,
     read_weights,
     replace_weights,
     stored_names,
     vocab_size,
     weight_needs,
+    write_parameters,
 )
-from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.hf.weights import HfWeights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import TrainingConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.run import ModelConfig
 
 
@@ -43,6 +48,8 @@ class FrozenModel:
 
     Args:
         weights_dir: directory of the safetensors; None: `model_dir`.
+        lora: `load_weights` gets adapters, on the base in `model_dir`; `weights_dir` then holds an adapter, None: the
+            base is the model.
         shared_prompt: compute a prompt that several samples share only once.
     Raises:
         ConfigError: the directory does not hold the model that its config.json describes.
@@ -56,16 +63,20 @@ class FrozenModel:
         temperature: float,
         device: torch.device,
         weights_dir: Path | None = None,
+        lora: LoraConfig | None = None,
         shared_prompt: bool = True,
     ) -> None:
         self._temperature = temperature
         self._device = device
+        self._lora = lora
         weights = HfWeights(weights_dir or model_dir)
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=PACKED_ATTENTION)
         materialize(self._model, device)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=shared_prompt)
         self._model.requires_grad_(False)
-        read_weights(self._model, weights)
+        self._parameters = loadable_parameters(self._model, model_dir, lora)
+        if lora is None or weights_dir is not None:
+            self._read_weights(weights)
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FrozenModel":
@@ -75,6 +86,7 @@ class FrozenModel:
             temperature=setup.run.rollout.temperature,
             device=setup.device,
             weights_dir=setup.weights_dir,
+            lora=setup.adapter,
             shared_prompt=setup.run.ref.shared_prompt,
         )
 
@@ -84,19 +96,22 @@ class FrozenModel:
         return self._device.type == "cpu"
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        replace_weights(dict(self._model.named_parameters()), weights, adopt=adopt and self.adopts_weights)
+        replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
 
     def read_weights(self, weights_dir: Path) -> None:
-        read_weights(self._model, HfWeights(weights_dir))
+        self._read_weights(HfWeights(weights_dir))
 
     def weight_needs(self) -> Mapping[str, Need]:
-        return weight_needs(self._model)
+        return weight_needs(self._model) if self._lora is None else adapter_needs(self._model, self._lora)
 
     def save_weights(self, target: Path) -> None:
-        parameters = dict(self._model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        target.mkdir(parents=True, exist_ok=True)
-        write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
+        write_parameters(self._parameters, target)
+
+    def _read_weights(self, weights: HfWeights) -> None:
+        if self._lora is None:
+            read_weights(self._model, weights)
+        else:
+            read_parameters(self._parameters, weights, what="the adapter")
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:

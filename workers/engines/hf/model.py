@@ -9,11 +9,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -23,7 +25,9 @@ from weightsync.plan import Need
 from workers.data.model_files import few_of
 from workers.engines.base import GenerateRequest, check_request
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.hf.weights import HfWeights
+from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.lora import PREFIX, A, B, adapted_modules, adapter_shapes, adapter_targets
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -125,6 +129,51 @@ def weight_needs(model: nn.Module) -> dict[str, Need]:
     return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
 
 
+def adapter_needs(model: nn.Module, lora: LoraConfig) -> dict[str, Need]:
+    """Return what `load_weights` needs where versions are adapters. Raises ConfigError, see `adapter_targets`."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    targets = adapter_targets(shapes, lora)
+    for module in targets:
+        if not isinstance(layer := model.get_submodule(module), nn.Linear):
+            raise ConfigError(
+                f"lora.targets: {module} is a {type(layer).__name__}; only layers of nn.Linear are adapted"
+            )
+    return {name: Need(shape) for name, shape in adapter_shapes(targets, lora.rank).items()}
+
+
+def loadable_parameters(model: nn.Module, base: Path, lora: LoraConfig | None) -> dict[str, nn.Parameter]:
+    """Return what a version replaces, by HF name: all of a model's parameters or, with `lora`, those of an adapter that
+    is put on it; then the model's weights are read from the directory `base`, which raises ConfigError."""
+    if lora is None:
+        return dict(model.named_parameters())
+    read_weights(model, HfWeights(base))
+    return attach_adapter(model, lora)
+
+
+@torch.no_grad()
+def attach_adapter(model: nn.Module, lora: LoraConfig) -> dict[str, nn.Parameter]:
+    """Have a model without gradients add an adapter's part, x A^T B^T x scaling, to what its adapted layers return.
+    Returns the adapter's tensors by peft's names, on the model's device; all are 0, which is the base."""
+    # By a hook: the base's parameters keep their names and their memory, and loading an adapter touches nothing else.
+    some = next(model.parameters())
+    tensors = {
+        name: nn.Parameter(torch.zeros(need.shape, dtype=some.dtype, device=some.device), requires_grad=False)
+        for name, need in adapter_needs(model, lora).items()
+    }
+    for module in adapted_modules(tensors):
+        a, b = (tensors[PREFIX + module + end] for end in (A, B))
+        model.get_submodule(module).register_forward_hook(partial(_add_adapter, a, b, lora.scaling))
+    return tensors
+
+
+def _add_adapter(
+    a: nn.Parameter, b: nn.Parameter, scaling: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
+    # In place: one kernel adds the product to what the layer has just computed.
+    low = linear(inputs[0], a).flatten(0, -2)
+    output.view(-1, output.shape[-1]).addmm_(low, b.T, alpha=scaling)
+
+
 def vocab_size(model: nn.Module) -> int:
     known: Any = model
     return int(known.get_input_embeddings().num_embeddings)
@@ -132,11 +181,14 @@ def vocab_size(model: nn.Module) -> int:
 
 class CheckedEngine(ABC):
     """Common to the engines that generate with a model of transformers: refuses wrong requests and weights before it
-    does anything. `max_length`: see `check_request`."""
+    does anything. `max_length`: see `check_request`; `lora`: of the adapters that `load_weights` gets, None: it gets
+    whole weights."""
 
-    def __init__(self, model: nn.Module, sampling: SamplingConfig, max_length: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, sampling: SamplingConfig, max_length: int | None, lora: LoraConfig | None = None
+    ) -> None:
         self._sampling = sampling
-        self._needs = weight_needs(model)
+        self._needs = weight_needs(model) if lora is None else adapter_needs(model, lora)
         self._vocab_size = vocab_size(model)
         self._max_length = max_length
         self._loaded = False
@@ -183,6 +235,19 @@ class CheckedEngine(ABC):
 
     @abstractmethod
     def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None: ...
+
+
+def read_parameters(parameters: Mapping[str, nn.Parameter], weights: HfWeights, *, what: str) -> None:
+    """Fill parameters from files that hold these and nothing else. Raises ConfigError, see `HfWeights`."""
+    weights.check_used(dict.fromkeys(parameters, ()), model=what)
+    weights.fill(local_shards(parameters.items()))
+
+
+def write_parameters(parameters: Mapping[str, nn.Parameter], target: Path) -> None:
+    """Create a directory with parameters as safetensors, in their own element type."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    target.mkdir(parents=True, exist_ok=True)
+    write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
 
 @torch.no_grad()

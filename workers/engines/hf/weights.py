@@ -124,6 +124,9 @@ class HfWeights:
         values: Tensor = self._open_slice(name)[...]
         return values
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open_slice(name).get_shape())
+
     def dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = self._open_slice(name)[:0].dtype
         return dtype

@@ -16,15 +16,25 @@ from workers.data.model_files import max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.hf.model import DTYPES
 from workers.engines.hf.weights import copy_without_weights, write_weights
-from workers.engines.openai.openai_server import Completion, OpenAIServer, ServedWeights, open_updates, pauses
+from workers.engines.lora import adapted_modules, write_adapter
+from workers.engines.openai.openai_server import (
+    Completion,
+    OpenAIServer,
+    ServedAdapter,
+    ServedWeights,
+    open_updates,
+    pauses,
+)
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.stop_strings import StopStrings
+from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig, read_api_key
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
 #     submit         one streamed request per response, spread over the servers; prompts and responses as token ids
-#     load_weights   safetensors into `weights_dir`, then tell every server; only while nothing runs
+#     load_weights   safetensors into `weights_dir`, then tell every server; only while nothing runs; with `lora` an
+#                    adapter in peft's form, on the base that the servers have
 #
 # A response that breaks off is requested again from its beginning; a server that stays away fails the rollout, which
 # the supervisor restarts. Weights are never swapped inside a response, since the API does not say which weights drew
@@ -48,9 +58,18 @@ class OpenAIEngine(TaskEngine):
 
     interruptible = False
 
-    def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        config: OpenAIConfig,
+        *,
+        sampling: SamplingConfig,
+        lora: LoraConfig | None = None,
+    ) -> None:
         check_sampling(config, sampling)
-        super().__init__(model_dir, model, sampling, max_positions(model_dir))
+        super().__init__(model_dir, model, sampling, max_positions(model_dir), lora)
+        self._lora = lora
         self._model_dir = model_dir
         self._config = config
         self._dtype = DTYPES[model.dtype]
@@ -59,7 +78,8 @@ class OpenAIEngine(TaskEngine):
         self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call_in_loop(self._connect_servers, what="connections", timeout_s=config.timeout_s)
-        self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
+        served = ServedWeights if lora is None or config.update != "vllm" else ServedAdapter
+        self._weights = [served(server, timeout_s=config.update_timeout_s) for server in self._servers]
         first = self._servers[0]
         self._served = config.model or self._run_with_retries(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
@@ -67,7 +87,8 @@ class OpenAIEngine(TaskEngine):
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "OpenAIEngine":
-        return OpenAIEngine(setup.model_dir, setup.run.model, setup.run.openai, sampling=setup.sampling)
+        run = setup.run
+        return OpenAIEngine(setup.model_dir, run.model, run.openai, sampling=setup.sampling, lora=setup.adapter)
 
     def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
         """Write all weights and have every server take them. Not while responses run.
@@ -80,7 +101,7 @@ class OpenAIEngine(TaskEngine):
         directory = self._write_weights(weights)
         config = self._config
         if config.update == "vllm":
-            # `ServedWeights.take_weights` makes four requests per attempt.
+            # `ServedWeights.take_weights` makes four requests per attempt, `ServedAdapter.take_weights` three.
             timeout_s = (config.retries + 1) * 4 * config.update_timeout_s
             self._run_with_retries(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
             return
@@ -122,7 +143,7 @@ class OpenAIEngine(TaskEngine):
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
         ends = self._end_tokens(request)
         body = {
-            "model": self._served,
+            "model": weights.model if isinstance(weights, ServedAdapter) else self._served,
             "prompt": request.prompt_P.tolist(),
             "max_tokens": limit,
             "temperature": sampling.temperature,
@@ -158,9 +179,13 @@ class OpenAIEngine(TaskEngine):
         root.mkdir(parents=True, exist_ok=True)
         old = sorted((path for path in root.iterdir() if _DIRECTORY.fullmatch(path.name)), key=_number)
         target = root / f"load_{_number(old[-1]) + 1 if old else 1:06}"
-        copy_without_weights(self._model_dir, target)
         shapes = {name: need.shape for name, need in self._needs.items()}
-        write_weights(target, shapes, lambda name: weights[name].to(self._dtype).contiguous())
+        if self._lora is None:
+            copy_without_weights(self._model_dir, target)
+            write_weights(target, shapes, lambda name: weights[name].to(self._dtype).contiguous())
+        else:
+            tensors = {name: weights[name].to(self._dtype).contiguous() for name in shapes}
+            write_adapter(target, tensors, self._lora, adapted_modules(shapes), base=str(self._model_dir))
         for path in old[: -_KEPT + 1]:
             shutil.rmtree(path)
         return target

@@ -115,10 +115,14 @@ class OpenAIServer:
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists.
         Raises EngineFailed if it does not answer, or lists none."""
-        listed = await self._retry_attempt(lambda: self._get_json("/v1/models", _Models), ServerBusy)
-        if not listed.data:
+        listed = await self._retry_attempt(self.list_models, ServerBusy)
+        if not listed:
             raise EngineFailed(f"openai.urls: {self._url} lists no models; name one in openai.model")
-        return listed.data[0].id
+        return listed[0]
+
+    async def list_models(self) -> list[str]:
+        """Return the names of models and adapters that the server has. Raises ServerBusy."""
+        return [model.id for model in (await self._get_json("/v1/models", _Models)).data]
 
     async def complete_prompt(
         self,
@@ -286,6 +290,8 @@ def _short(text: str) -> str:
 #     take        pause, reload from a directory, set a mark, resume
 #     unchanged   ask for the mark after a response: a restarted server has lost it, and takes the weights again
 #
+# Adapters (`ServedAdapter`) have names instead, which requests give as their model.
+#
 # A restarted server answers with the weights that it was started with. The mark is vLLM's version of the weights and
 # is lost together with them: a server that still has it after a response had the right weights throughout.
 
@@ -350,6 +356,74 @@ class ServedWeights:
             mark = None
         await post("/resume", {})
         return mark
+
+
+class ServedAdapter:
+    """The adapter of one vLLM server that loads adapters while it runs; created and used inside one event loop.
+
+    Each version has a name of its own, and requests give it as their model: no other weights can answer, a cached
+    prompt of another version is not found, and a server that was restarted refuses the name. (Under one name with
+    `load_inplace`, vLLM's server reads the adapter again in every step.)
+
+    `timeout_s` limits each request of `take_weights`.
+    """
+
+    def __init__(self, server: OpenAIServer, *, timeout_s: float) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self._directory: Path | None = None
+        self._taking = asyncio.Lock()
+        self.model = ""  # what requests name
+
+    async def take_weights(self, directory: Path) -> None:
+        """Have the server read the adapter in a directory, and drop the one before; wait for a server that is away.
+        Raises EngineFailed, which says what to do, if it did not take it."""
+        before, self.model, self._directory = self.model, f"asyncflow-{secrets.token_hex(8)}", directory
+        await self._load()
+        if before:
+            try:
+                await self._post("/v1/unload_lora_adapter", {"lora_name": before})
+            except (RequestRefused, ServerBusy) as error:  # it was lost, or costs a little memory
+                logger.debug("%s", error)
+
+    @asynccontextmanager
+    async def ensure_unchanged(self) -> AsyncIterator[None]:
+        """Give a server that has lost the adapter it again.
+
+        Raises:
+            ServerBusy: on exit, if it was lost.
+            EngineFailed: the server did not take it.
+        """
+        async with self._taking:  # a response that starts while the adapter is read would be refused
+            model = self.model
+        try:
+            yield
+        except RequestRefused as error:
+            if model in await self._server.list_models():
+                raise
+            logger.warning("openai: %s has lost its adapter and takes it again", self._server.url)
+            async with self._taking:
+                await self._load()
+            raise ServerBusy(f"openai: {self._server.url} had lost its adapter: it was restarted") from error
+
+    async def _load(self) -> None:
+        """Load the adapter if the server does not have it."""
+
+        async def load() -> None:
+            if self.model not in await self._server.list_models():
+                await self._post("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self._directory)})
+
+        try:
+            await self._server.when_there(load)
+        except EngineFailed as error:
+            raise EngineFailed(
+                f"{error}; a vLLM server with --enable-lora, a --max-lora-rank that is large enough, and "
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True takes the adapter in {self._directory}; for others set "
+                f"openai.update to a function of yours, or weightsync.lora to merged"
+            ) from error
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        await self._server.post_json(path, body, timeout_s=self._timeout_s)
 
 
 def open_updates(config: OpenAIConfig) -> CallPool:

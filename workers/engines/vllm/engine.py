@@ -22,14 +22,20 @@ from weightsync.slot_memory import Region, RegionLayout, SlotMemory
 from weightsync.version import Version
 from workers.data.model_files import max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.lora import adapted_modules, peft_config
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import (
+    ADAPTER,
+    ADAPTER_ID,
+    NO_ADAPTERS,
     VllmProcess,
+    adapter_arguments,
     engine_arguments,
     has_request_seeds,
     max_length,
     plan_log_probs,
 )
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -39,6 +45,9 @@ from workers.settings.vllm import VllmConfig
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
 #     receive_while_paused: pause, resume .................  several ranks receive a broadcast
 #     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation)
+#
+# With an adapter (`lora`), vLLM reads the base from the model's files, and a version is an adapter that replaces the
+# last one under the same id: responses that run are bound to that id, so they go on with the new one.
 #
 # Running responses continue with new weights. Where vLLM reports which version drew which tokens, its scheduler pauses
 # between two tokens, and nothing is lost. Where it does not, a swap ends what runs, and each response goes on as a new
@@ -73,10 +82,12 @@ class VllmEngine(TaskEngine):
         max_prompt_tokens: int,
         device: torch.device,
         joins_groups: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
-        super().__init__(model_dir, model, sampling, max_len)
+        super().__init__(model_dir, model, sampling, max_len, lora)
         self._config = config
+        self._lora = lora
         self._seeds_requests = has_request_seeds(config, device)
         self._plan = plan_log_probs(sampling)
         self._temperature = self._plan.temperature
@@ -92,9 +103,11 @@ class VllmEngine(TaskEngine):
         self.version = 0
         self._no_swap = asyncio.Event()  # cleared while weights are swapped
         self._no_swap.set()
+        adapters = NO_ADAPTERS if lora is None else adapter_arguments(lora, adapted_modules(self._needs))
         arguments = engine_arguments(
-            model_dir, model, config, self._plan, max_len=max_len, num_slots=sampling.batch_size, device=device
-        )
+            model_dir, model, config, self._plan,
+            max_len=max_len, num_slots=sampling.batch_size, device=device, adapters=adapters,
+        )  # fmt: skip
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
         self._tasks = ResponseTasks("vllm")
@@ -115,6 +128,7 @@ class VllmEngine(TaskEngine):
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
             joins_groups=setup.run.weightsync.path == "broadcast",
+            lora=setup.adapter,
         )
 
     @property
@@ -134,6 +148,15 @@ class VllmEngine(TaskEngine):
         drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
         self._sampling = self._sampling.model_copy(update=drawn)
         self._temperature = sampling.temperature * self._plan.logits_scale  # (the model's logits may be scaled)
+
+    @cached_property
+    def _adapter(self) -> Any:
+        """What binds a request to the adapter that the ranks hold, whichever version it is; None: to whole weights."""
+        from vllm.lora.request import LoRARequest
+
+        # Not with `load_inplace`: vLLM would read the adapter again in every step. The path leads nowhere, so that an
+        # adapter that a rank does not hold is an error.
+        return None if self._lora is None else LoRARequest(ADAPTER, ADAPTER_ID, "/held-by-the-ranks")
 
     @cached_property
     def _tells_versions(self) -> bool:
@@ -227,7 +250,12 @@ class VllmEngine(TaskEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         tensors = msgspec.to_builtins(self._layout.plan.tensors)
-        request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors})
+        lora, adapter = self._lora, {}
+        if lora is not None:
+            adapter = peft_config(lora, adapted_modules(self._needs), base="")
+        request = WeightTransferInitRequest(
+            init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors, "adapter": adapter}
+        )
         await self._llm.init_weight_transfer_engine(request)
         # The first request would ask for it before it is sent, and a swap could overtake it.
         await self._llm.get_supported_tasks()
@@ -268,7 +296,7 @@ class VllmEngine(TaskEngine):
         prompt = {"type": "token", "prompt_token_ids": token_ids, "cache_salt": str(load_number)}
         parameters = self._parameters(request, before)
         name = f"{load_number}-{request.index}-{request.ticket}"
-        async with aclosing(self._llm.generate(prompt, parameters, name)) as outputs:
+        async with aclosing(self._llm.generate(prompt, parameters, name, lora_request=self._adapter)) as outputs:
             num_seen = 0
             async for output in outputs:
                 completion = output.outputs[0]
@@ -342,10 +370,15 @@ class VllmEngine(TaskEngine):
             version = {}
         try:
             await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-            await self._llm.finish_weight_update(**version)
-            await self._llm.collective_rpc("weights_loaded")
+            if self._lora is None:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                await self._llm.finish_weight_update(**version)
+                await self._llm.collective_rpc("weights_loaded")
+            else:
+                await self._llm.collective_rpc("load_adapter", args=(update,))
+                if self._tells_versions:  # vLLM counts weights only: the adapter's version is told to it
+                    await self._llm.update_weight_version(str(number))
             await self._llm.resume_generation()
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error

@@ -9,7 +9,7 @@ import multiprocessing.spawn
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,18 @@ from asyncflow.extras import pip_line
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from asyncflow.process import PR_SET_PDEATHSIG, variables_set
 from asyncflow.vendors import vendor_of
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
-from workers.settings.vllm import VllmConfig
+from workers.settings.vllm import LORA_RANKS, VllmConfig
 
 # Imported by vLLM in each of its worker processes.
 WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
 BACKEND = "asyncflow"  # the weight transfer engine that they register
+LOAD_FORMAT = "asyncflow"  # the model loader that they register: it reads the files that the other engines read
+# With `lora`: the one adapter that vLLM has.
+ADAPTER, ADAPTER_ID = "asyncflow", 1
+NO_ADAPTERS: Mapping[str, Any] = {}
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
 _BATCHED_TOKENS = 8192  # of a step of vLLM's on an accelerator
@@ -93,14 +98,16 @@ def engine_arguments(
     max_len: int,
     num_slots: int,
     device: torch.device,
+    adapters: Mapping[str, Any] = NO_ADAPTERS,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs`."""
+    """Return the arguments of vLLM's `AsyncEngineArgs`; `adapters`: see `adapter_arguments`."""
     on_cpu = device.type == "cpu"
     cache_gb = config.kv_cache_gb or (_CPU_CACHE_GB if on_cpu else None)
     return {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # the weights come from the trainer
+        # The weights come from the trainer; with an adapter, the base comes from the model's files.
+        "load_format": "dummy" if not adapters else LOAD_FORMAT,
         "generation_config": "vllm",  # the run's sampling settings count, not the model's defaults
         "dtype": config.dtype or model.dtype,
         "max_model_len": max_len,
@@ -120,7 +127,19 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
+        **adapters,
         **config.engine_args,
+    }
+
+
+def adapter_arguments(lora: LoraConfig, modules: Iterable[str]) -> dict[str, Any]:
+    """Return further engine arguments for adapters of the layers `modules`, as the model's files name them."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.rank),
+        # Otherwise vLLM would also add zeros to the logits, and refuse the largest vocabularies.
+        "lora_target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
 
 

@@ -1,12 +1,18 @@
 """Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
+import json
 import multiprocessing
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
@@ -16,6 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
 
 from asyncflow.device import wait_for_device
 from asyncflow.process import die_with_parent, keep_freed_memory
@@ -23,12 +31,18 @@ from weightsync.plan import TensorSpec, TransferPlan
 from weightsync.receiver import Following, RankReceiver
 from weightsync.slot_memory import Region, RegionLayout, SlotMappings, SlotOffer
 from weightsync.version import Version
-from workers.engines.vllm.vllm_process import BACKEND
+from workers.data.model_files import few_of
+from workers.engines.hf.weights import HfWeights
+from workers.engines.lora import CONFIG_FILE, WEIGHTS_FILE
+from workers.engines.vllm.vllm_process import ADAPTER, ADAPTER_ID, BACKEND, LOAD_FORMAT
 
 # vLLM imports this module as its worker extension (`worker_extension_cls`) before it builds the model; that registers
 # the weight transfer engine `asyncflow`, which vLLM calls like any other: start_weight_update, update_weights with the
 # rollout's slot (or with nothing, for the version that is held), finish_weight_update. Layers are loaded one by one and
 # converted to the kernels' layout, as when the model was first loaded.
+#
+# An adapter does not come that way: `load_adapter` puts it in place of the last one, by vLLM's own `add_lora`. The base
+# is then read by the model loader `asyncflow`, which is registered here, too.
 #
 # vLLM 0.23, and vllm-ascend's worker, begin and end that by themselves, and only call `receive_weights`; later ones
 # leave all three to the engine. The rollout then calls `weights_loaded`, with either.
@@ -41,6 +55,7 @@ class AsyncFlowWorker:
 
     weight_transfer_engine: "SlotTransfer"
     vllm_config: Any
+    add_lora: Callable[[LoRARequest], bool]
 
     def follow_weights(self, following: dict[str, Any]) -> None:
         """Receive weights from now on."""
@@ -54,6 +69,12 @@ class AsyncFlowWorker:
         """Receive a broadcast."""
         self.weight_transfer_engine.receiver.receive_while_paused(Version(*version))
 
+    def load_adapter(self, update: dict[str, Any]) -> None:
+        """Replace the adapter by that in a slot (`UpdateInfo`), or by the version that is held, which is released."""
+        with self.weight_transfer_engine.adapter_files(UpdateInfo(**update)) as directory:
+            self.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, directory, load_inplace=True))
+        self.weight_transfer_engine.adapter_loaded()
+
     def weights_loaded(self) -> None:
         """Finish a load, and release the held version if that was loaded."""
         with set_current_vllm_config(self.vllm_config):
@@ -66,6 +87,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
     logits_scale: float = 1.0  # the model multiplies its logits by it
     tensors: dict[str, Any] = field(default_factory=dict)  # name -> `TensorSpec`: of the rollout's slot, in its order
+    adapter: dict[str, Any] = field(default_factory=dict)  # peft's adapter_config.json; empty: whole weights come
 
 
 @dataclass
@@ -91,6 +113,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._layout: RegionLayout | None = None
         self._receiver: RankReceiver | None = None
         self._loads_held = False
+        self._adapter: dict[str, Any] = {}
         if self._device.type == "cpu":
             keep_freed_memory()  # every update allocates all packed weights again
 
@@ -99,6 +122,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         Raises RuntimeError if the model has no `logits_processor`."""
         tensors = msgspec.convert(init_info.tensors, dict[str, TensorSpec])
         self._layout = RegionLayout(TransferPlan(1, tensors, ()))
+        self._adapter = init_info.adapter
         if init_info.logits_scale == 1.0:
             return
         processor = getattr(self._module, "logits_processor", None)
@@ -135,13 +159,7 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
         """Load weights. vLLM 0.23 passes `load_weights`; None: use the model's own."""
-        load = load_weights or self._module.load_weights
-        self._loads_held = update_info.offer is None
-        if update_info.offer is None:
-            group = get_tp_group()
-            load(self.receiver.held(group.broadcast))
-        else:
-            load(self._offered(msgspec.convert(update_info.offer, SlotOffer)))
+        (load_weights or self._module.load_weights)(self._tensors(update_info))
         wait_for_device(self._device)
 
     def finish_weight_update(self) -> None:
@@ -157,6 +175,29 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self._loads_held:
             self.receiver.let_go()
 
+    @contextmanager
+    def adapter_files(self, update_info: UpdateInfo) -> Iterator[str]:
+        """Yield a private directory with an adapter in peft's form, which vLLM's `add_lora` reads."""
+        # vLLM takes an adapter's tensors from a file only. They stay in this process's memory: a kill leaves no more
+        # than the directory, with a link that leads nowhere.
+        tensors = {name: values.cpu().contiguous() for name, values in self._tensors(update_info)}
+        file = os.memfd_create("adapter")
+        try:
+            with open(file, "wb", closefd=False) as memory:
+                memory.write(save(tensors))
+            with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory:
+                (Path(directory) / CONFIG_FILE).write_text(json.dumps(self._adapter))
+                (Path(directory) / WEIGHTS_FILE).symlink_to(f"/proc/self/fd/{file}")
+                yield directory
+        finally:
+            os.close(file)
+
+    def adapter_loaded(self) -> None:
+        """Finish the load of an adapter."""
+        wait_for_device(self._device)
+        if self._loads_held:
+            self.receiver.let_go()
+
     @staticmethod
     def trainer_send_weights(*_: Any) -> None:
         """Not called: vLLM 0.23 wants it of an engine."""
@@ -167,6 +208,13 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self._receiver is not None:
             self._receiver.close()
 
+    def _tensors(self, update_info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """Return names and tensors of what is loaded; collective over the ranks."""
+        self._loads_held = update_info.offer is None
+        if update_info.offer is None:
+            return self.receiver.held(get_tp_group().broadcast)
+        return self._offered(msgspec.convert(update_info.offer, SlotOffer))
+
     def _offered(self, offer: SlotOffer) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of a slot, on the rank's device; on the CPU views, valid until the next update.
         Raises WeightSyncError if its memory is gone."""
@@ -174,6 +222,23 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         region = Region(self._slots.get(offer, ((0, offer.num_bytes),)), self._layout)
         for number, name in enumerate(self._layout.plan.names):
             yield name, region.view_tensor(number).to(self._device)
+
+
+@register_model_loader(LOAD_FORMAT)
+class ModelFiles(BaseModelLoader):  # type: ignore[misc]
+    """Reads the base from the files that every other engine reads. vLLM's own loader reads others, too: backups beside
+    a single file."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: the files are there."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Raises ConfigError, see `HfWeights`; RuntimeError if a weight of the model was not in the files."""
+        files = HfWeights(Path(model_config.model))
+        loaded = model.load_weights((name, files.read_whole(name)) for name in files.names)
+        lacking = {name for name, _ in model.named_parameters()} - set(loaded or ())
+        if loaded is not None and lacking:
+            raise RuntimeError(f"{model_config.model} has no values for {few_of(lacking)}")
 
 
 def _pack_tied_weights(model: Any) -> None:
