@@ -78,3 +78,21 @@ def test_conversations_are_trained_by_the_models_template(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     losses = cross_entropies(tmp_path / "run")
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+    done = command.run("sft", "--run-dir", "teacher", "--steps", "40", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    settings = (
+        "--set",
+        "algorithm={name: distill}",
+        "--set",
+        f"ref.path={tmp_path}/teacher/checkpoints/step_000040/hf",
+    )
+    placed = ("--roles", "rollout:1,actor:1,ref:1", "--steps", "12", "--run-dir", "student")
+    done = command.run("quickstart", *settings, *placed, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = command.lines(tmp_path / "student/metrics.jsonl")
+    assert steps[-1]["kl"] < 0.4 * steps[0]["kl"]
+    assert steps[-1]["accuracy"] > steps[0]["accuracy"] + 0.2
+    assert "useless" not in done.stderr + done.stdout, "it is meant to move"

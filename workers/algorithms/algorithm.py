@@ -26,6 +26,7 @@ from torch import Tensor
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import (
+    MAX_LOG_RATIO,
     BinaryDivergence,
     Clip,
     CrossEntropy,
@@ -46,6 +47,7 @@ from workers.rows.packed_rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_
 from workers.settings.algorithms import (
     CISPOConfig,
     DAPOConfig,
+    DistillConfig,
     DPPOConfig,
     GroupConfig,
     PolicyConfig,
@@ -532,6 +534,31 @@ def leave_one_out(reward_BG: Tensor) -> Tensor:
     others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
     others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
     return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()
+
+
+class Distill(Algorithm[DistillConfig]):
+    """On-policy distillation (Gu et al. 2023, arXiv 2306.08543; Agarwal et al. 2023, arXiv 2306.13649, reverse KL).
+
+    Advantage: of every token, log (teacher / policy), the reverse KL divergence's at the tokens that the policy drew
+    itself, without those to come; with `reward_coef`, plus GRPO's. Loss: clipped per token, mean over tokens. The
+    teacher is the reference (`ref.path`, role `ref`).
+    """
+
+    # Source of the advantage per token without discount: Lu et al. 2025,
+    # https://thinkingmachines.ai/blog/on-policy-distillation.
+
+    per_sample = True
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per drawn token, from `rewards`, `old_log_probs` and `ref_log_probs`."""
+        config, length_N = self._config, batch["old_log_probs"].lengths
+        apart_A = token_penalties(batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        advantage_A = -config.kl_coef * apart_A
+        if config.reward_coef:
+            reward_BG = batch["rewards"].values.reshape(-1, group_size)
+            group_N = group_advantages(reward_BG, eps=config.advantage_eps).flatten().double()
+            advantage_A = advantage_A + config.reward_coef * group_N.repeat_interleave(length_N.long())
+        return {"advantages": Column(advantage_A.float(), length_N)}
 
 
 class SFT(Algorithm[SFTConfig]):

@@ -236,6 +236,7 @@ class StepRecorder:
         self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
+        self._follows_reference = context.config.algorithm.follows_reference
         self._failed_rewards = FailedShare(_UNFAIR_SHARE)
         # Replaced groups reported to this recorder.
         self.num_refills = 0
@@ -301,7 +302,7 @@ class StepRecorder:
             "responses": record.totals.find_complaint(),
             "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",
             "gap": record.gap_complaint,
-            "kl": far_from_reference(record.totals.kl),
+            "kl": "" if self._follows_reference else far_from_reference(record.totals.kl),
         }
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
         if new:  # warn of each kind of trouble once only

@@ -2,6 +2,7 @@
 
 PolicyConfig            what every policy loss has
   |- SFTConfig          no rollouts: the data hold what is trained
+  |- DistillConfig      each token is compared with a teacher
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting moves it into the reward
   |    |- DAPOConfig  ReinforcePlusPlusConfig  PPOConfig
   |    '- GroupConfig   rewards are compared within their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
@@ -196,6 +197,11 @@ class PolicyConfig(Settings):
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy (section `critic`)."""
+        return False
+
+    @property
+    def follows_reference(self) -> bool:
+        """Whether the reference is a teacher, which the policy is far from at first."""
         return False
 
     @property
@@ -420,6 +426,39 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
         return 2 if self.baseline == "group" else 1
 
 
+class DistillConfig(PPOClipConfig, PolicyConfig):
+    """On-policy distillation from a teacher, the reference that `ref.path` names: Gu et al. 2023 (arXiv 2306.08543),
+    Agarwal et al. 2023 (arXiv 2306.13649)."""
+
+    implementation = "workers.algorithms.algorithm:Distill"
+    name: Literal["distill"] = "distill"
+    """Name of the algorithm."""
+    kl_coef: float = Field(1.0, gt=0)
+    """Weight of log (teacher / policy) in each token's advantage."""
+    reward_coef: float = Field(0.0, ge=0)
+    """Weight of GRPO's advantage from the rewards, which is added; 0: rewards are only measured."""
+    max_kl: float | None = Field(None, gt=0)
+    """The run ends with an error when a step's metric `kl`, to the teacher, exceeds this (nats per token); null: never.
+    A student begins far from its teacher."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the group's deviation of rewards."""
+
+    @property
+    def follows_reference(self) -> bool:
+        return True
+
+    @property
+    def min_group_size(self) -> int:
+        return 2 if self.reward_coef else 1
+
+    def check(self, run: Any) -> None:
+        if run.ref.path is None:
+            raise ConfigError(
+                "ref.path: null, but algorithm.name distill learns from a teacher; set it to the directory or "
+                "the name on the Hub of one"
+            )
+
+
 class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic trained beside the policy, and generalized advantages (GAE) per token: arXiv 1707.06347, 1506.02438."""
 
@@ -561,6 +600,7 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "dppo": DPPOConfig,
         "ppo": PPOConfig,
         "sft": SFTConfig,
+        "distill": DistillConfig,
     }
 )
 
