@@ -382,10 +382,9 @@ class ValueEngine(TrainedEngine, Protocol):
 #         class Config(Settings): ...              # rollout.engine_options; omit it if there are none
 #         def __init__(self, setup: EngineSetup) -> None: ...
 #
-# The class must also implement one of the protocols above: `GenerateEngine`, `TrainEngine`, `FrozenEngine`. Its
+# The class must also implement one of the protocols above: `GenerateEngine`, `TrainEngine`, `FrozenEngine`.
 # A generating engine that takes adapters (`EngineSetup.adapter`) says so by a class attribute `takes_adapters = True`.
-# Its
-# `Config` may have a method `check(run)`, which is called before anything starts and raises `ConfigError` if other
+# Its `Config` may have a method `check(run)`, which is called before anything starts and raises `ConfigError` if other
 # settings of the run do not fit.
 
 

@@ -214,6 +214,19 @@ def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any,
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_engine_that_does_not_say_that_it_takes_adapters_gets_merged_weights_only(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_config(find_recipe("quickstart"), overrides=['lora={"rank": 4}']).model_dump(mode="json")
+    run["rollout"] |= PLAIN
+    with pytest.raises(ConfigError, match="weightsync.lora: adapter cannot be used with rollout.engine custom_engine:"):
+        resolving(run, {}, FIELDS)
+    merged = run | {"weightsync": run["weightsync"] | {"lora": "merged"}}
+    for taken in (merged, run):
+        assert resolving(taken, {}, FIELDS).function()["rollout"] == {"tokens_per_step": 4}
+        monkeypatch.setattr("custom_engine.PlainEngine.takes_adapters", True, raising=False)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
