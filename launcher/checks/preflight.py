@@ -134,7 +134,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     """
     tasks = _check_settings(config)
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
-    devices = _usable_devices(config) if cluster is None else cluster.devices_of(config)
+    devices = usable_devices(config) if cluster is None else cluster.devices_of(config)
     _check_adapters(config, devices)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     here = has_launchers_interpreter(config, HEAD)
@@ -176,7 +176,7 @@ def _check_adapters(config: RunConfig, devices: Devices) -> None:
         )
 
 
-def _usable_devices(config: RunConfig) -> Devices:
+def usable_devices(config: RunConfig) -> Devices:
     """Return the devices of this node that ranks may use; every other node must have at least as many."""
     devices, wanted = find_devices(config.launcher.device), config.launcher.devices_per_node
     if devices.kind == "cpu" or not wanted:
@@ -247,9 +247,28 @@ def _check_rows(
         if not rows:  # prompts are fed later
             check_ends(data, tokenizer)
         first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
-        sets = config.evaluate.named_sets()
-        for name, each in held_out.items():
-            prompts = sets[name].prompts(data)
-            same = prompts.chat_template == data.chat_template
-            check_prompts(each, prompts, model_dir=model_dir, tokenizer=tokenizer if same else None)
+        if held_out:
+            _check_sets(config, held_out, tokenizer)
         return first_prompt
+
+
+def _check_sets(config: RunConfig, held_out: Mapping[str, list[PromptRow]], tokenizer: ModelTokenizer) -> ShownPrompt:
+    """Check the prompts of all sets, at least one; return the first one of the first set."""
+    sets, shown = config.evaluate.named_sets(), []
+    for name, each in held_out.items():
+        prompts = sets[name].prompts(config.data)
+        same = prompts.chat_template == config.data.chat_template
+        found = check_prompts(each, prompts, model_dir=tokenizer.model_dir, tokenizer=tokenizer if same else None)
+        shown.append(found)
+    return shown[0]
+
+
+def check_held_out(config: RunConfig) -> RowsToCheck:
+    """Check the held-out prompts of an evaluation without training; returns what users' functions are tried on. Raises
+    ConfigError, or UserCodeFailed for a source."""
+    held_out, data = held_out_sets(config), config.data
+    first = next(iter(held_out.values()))[0]
+    if config.rollout.is_own:
+        return RowsToCheck(first, ShownPrompt(str(first.prompt) or first.task, first.ground_truth, None), ())
+    with ModelTokenizer(Path(config.model.path), chat=data.chat_template, templates=data.templates) as tokenizer:
+        return RowsToCheck(first, _check_sets(config, held_out, tokenizer), ())

@@ -1,7 +1,9 @@
 """`asyncflow`: the secondary commands. Each imports what it needs only when it runs."""
 
 import functools
+import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,7 +13,7 @@ import click
 from asyncflow.run_files import TIMELINE
 from launcher.cli.launch import launch
 from launcher.process.run_events import FAILED
-from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits, prepare_streams
 from launcher.slurm.sbatch_command import sbatch_command
 
 
@@ -308,6 +310,36 @@ def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str 
         run = run_dir or newest_run("RUN", "name a run directory")
         say = functools.partial(click.echo, err=True)
         click.echo(f"wrote {export_run(run, checkpoint, output, say=say)}")
+
+
+@main.command("evaluate", cls=OneLineCommand)
+@click.argument("model", metavar="MODEL")
+@click.argument("config", required=False)
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="They share the prompts.")
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
+@click.option("--run-dir", metavar="DIR", help="Where answers and figures go.  [default: runs/evaluate-NAME-TIMESTAMP]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, at the end.")
+def evaluate_command(
+    model: str, config: str | None, *, ranks: int, overrides: tuple[str, ...], run_dir: str | None, as_json: bool
+) -> None:
+    """Answer held-out prompts with a model, without training.
+
+    Prints accuracy with its interval, and pass@k where there are several responses per prompt.
+    MODEL is a model's directory, OWNER/NAME on the Hub, a run (its newest checkpoint) or a checkpoint. CONFIG, a file
+    or a recipe, says with section evaluate on which prompts; a run has its own.
+    """
+    from launcher.process.progress import table
+    from launcher.request.evaluation import accept_evaluation, table_of
+
+    started_at = time.time()
+    prepare_streams()
+    with errors_as_exits():
+        accepted = accept_evaluation(model, config, overrides=overrides, ranks=ranks, run_dir=run_dir)
+        code, line = accepted.run(started_at)
+        if code == 0:
+            sets = list(accepted.config.evaluate.named_sets())
+            click.echo(json.dumps(line) if as_json else table(table_of(line, sets)))
+    sys.exit(code)
 
 
 @main.command("timeline", cls=OneLineCommand)

@@ -121,21 +121,7 @@ def _num_processes(run: RunConfig) -> int:
 
 _REF_INTERVAL = "algorithm.ref_update_interval"
 
-AT_START: Rules = {
-    # Roles that have nothing to do, or that are missing.
-    "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set "
-    "algorithm.kl_coef > 0": lambda run: "ref" in run.roles and run.algorithm.kl_coef == 0,
-    "roles: {found!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; leave {found} "
-    "out": lambda run: run.actor.tri_model and next((role for role in ("ref", "actor_fwd") if role in run.roles), ""),
-    "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
-    "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the KL penalty "
-    "is part of the reward; leave it out": lambda run: "actor_fwd" in run.roles and not run.needs_old_log_probs,
-    "roles: 'reward' is missing, which computes with reward.model; add it (--roles {found},reward:1), or remove "
-    "reward.model": lambda run: (
-        run.reward.model is not None
-        and "reward" not in run.roles
-        and ",".join(f"{role}:{count}" for role, count in run.roles.items())
-    ),
+OF_EVALUATIONS: Rules = {
     "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts (--set "
     "evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out": lambda run: (
         "evaluate" in run.roles and not run.evaluate.has_prompts
@@ -152,6 +138,25 @@ AT_START: Rules = {
             and run.rollout.own_name
         )
     ),
+}
+"""Those of them that also hold for `asyncflow evaluate`, which trains nothing."""
+
+AT_START: Rules = {
+    # Roles that have nothing to do, or that are missing.
+    "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set "
+    "algorithm.kl_coef > 0": lambda run: "ref" in run.roles and run.algorithm.kl_coef == 0,
+    "roles: {found!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; leave {found} "
+    "out": lambda run: run.actor.tri_model and next((role for role in ("ref", "actor_fwd") if role in run.roles), ""),
+    "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
+    "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the KL penalty "
+    "is part of the reward; leave it out": lambda run: "actor_fwd" in run.roles and not run.needs_old_log_probs,
+    "roles: 'reward' is missing, which computes with reward.model; add it (--roles {found},reward:1), or remove "
+    "reward.model": lambda run: (
+        run.reward.model is not None
+        and "reward" not in run.roles
+        and ",".join(f"{role}:{count}" for role, count in run.roles.items())
+    ),
+    **OF_EVALUATIONS,
     "roles: evaluate:{roles[evaluate]} is more ranks than there are versions to evaluate up to step {steps}; launch "
     "{found} or fewer, or lower evaluate.interval ({evaluate.interval})": lambda run: (
         "evaluate" in run.roles and run.roles["evaluate"] > (most := _most_evaluators(run)) and most

@@ -25,7 +25,7 @@ from workers.engines.sim.decode_times import Decoding
 from workers.rollout.room import room
 from workers.rows import micro_batches
 from workers.rows.micro_batches import MiniBatchAssigner
-from workers.settings.dataflow import ADMITTED, CRITIC_TRAIN, TRAINERS, PlacedTask
+from workers.settings.dataflow import CRITIC_TRAIN, TRAINERS, PlacedTask
 
 # One task's rows in a simulated queue: which are ready, and who gets them.
 #
@@ -403,7 +403,7 @@ class World:
 def _dependencies(tasks: Sequence[PlacedTask]) -> tuple[Mapping[str, set[str]], Mapping[str, list[str]]]:
     """Return, per task, the tasks whose outputs it reads, and the tasks that read its outputs."""
     writers = {name: task.name for task in tasks for name in task.outputs}
-    needs = {task.name: {writers[name] for name in task.inputs if name not in ADMITTED} for task in tasks}
+    needs = {task.name: {writers[name] for name in task.inputs if name in writers} for task in tasks}
     return needs, {task.name: [other for other in needs if task.name in needs[other]] for task in tasks}
 
 

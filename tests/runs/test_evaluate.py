@@ -1,11 +1,15 @@
 """The role `evaluate`: held-out prompts while training goes on, which waits for nobody."""
 
+import json
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+import configs
 
 from . import command
 
@@ -141,3 +145,55 @@ def test_evaluation_that_does_not_end_is_given_up(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "evaluate-0: not ready 1 s after the last step (evaluate.timeout_s); given up" in done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step_000002").is_dir()
+
+
+def test_a_model_is_evaluated_without_training_as_a_run_evaluates_it(tmp_path: Path) -> None:
+    """The same seeds draw the same responses, whoever asks and however many share the prompts."""
+    sampled = ("--set", "evaluate.n_samples_per_prompt=4", "--set", "evaluate.temperature=0.8")
+    placed = ("--roles", "rollout:1,actor:1,evaluate:1", "--steps", "4", "--set", "evaluate.interval=4")
+    done = command.run("quickstart", "--run-dir", "run", *placed, *sampled, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = command.lines(tmp_path / "run/evaluation.jsonl")
+    model = Path(configs.__path__[0]) / "quickstart" / "model"
+    asyncflow = command.COMMAND.with_name("asyncflow")
+    figures = ("accuracy", "reward_mean", "pass_at_4", "response_tokens_mean", "truncated_fraction", "num_samples")
+    for what, ranks, expected in (
+        ([str(model), "quickstart", *sampled], "1", first),
+        ([str(model), "quickstart", *sampled], "3", first),
+        (["run"], "1", last),  # its own settings, its newest checkpoint
+    ):
+        told = subprocess.run(
+            [asyncflow, "evaluate", *what, "--ranks", ranks, "--json"],
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=command.DEADLINE_S,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+        line = json.loads(told.stdout.splitlines()[-1])
+        assert {name: line[name] for name in figures} == {name: expected[name] for name in figures}
+
+
+def test_an_instance_that_is_killed_answers_its_share_again(tmp_path: Path) -> None:
+    model = Path(configs.__path__[0]) / "quickstart" / "model"
+    slow = "import time\n\ndef score(response, ground_truth):\n    time.sleep(0.2)\n    return 1.0\n"
+    (tmp_path / "slow_score.py").write_text(slow)
+    given = [str(model), "quickstart", "--set", "reward.function=slow_score:score", "--run-dir", "out", "--ranks", "2"]
+    process = subprocess.Popen(
+        [command.COMMAND.with_name("asyncflow"), "evaluate", *given, "--json"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        command.wait_until((tmp_path / "out/timeline").is_dir, "processes")
+        command.wait_until(lambda: bool(gang_of_evaluator(process.pid, tmp_path / "out")), "an evaluator")
+        command.kill_gang(process.pid, tmp_path / "out", "evaluate-1")
+        out, err = process.communicate(timeout=command.DEADLINE_S)
+    finally:
+        family = command.descendants(process.pid) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        for one in family:
+            command.kill(one)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["num_samples"] == 20
+
+
+def gang_of_evaluator(launcher: int, run_dir: Path) -> list[int]:
+    return [one.pid for one in command.descendants(launcher) if command.gang_of(one.pid, run_dir) == "evaluate-1"]

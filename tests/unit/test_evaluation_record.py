@@ -6,16 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
-from workers.engines.base import Generation
-from workers.rewards.scorer import ScoredResponse
-from workers.rollout.evaluate import evaluated_steps, evaluation_line, pass_at_k, pass_rates, wilson_interval
-from workers.rollout.rollouts import single_turn
-from workers.rows.finished import FinishedRollout
+from workers.rollout.evaluate import Answer, evaluated_steps, evaluation_line, pass_at_k, pass_rates, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -32,18 +27,17 @@ def test_wilson_interval_stays_inside_0_to_1() -> None:
     assert wilson_interval(1.0, 1)[1] == 1.0
 
 
-def rolled(generation: Generation) -> FinishedRollout:
-    return single_turn(torch.zeros(1), generation)
+def answers(*rewards: float | None, size: int = 1, truncated: int = -1) -> list[Answer]:
+    """Return answers of 3 or 4 tokens, `size` per prompt; None: it could not be scored."""
+    return [
+        Answer("", *divmod(k, size), reward, correct=reward == 1, tokens=3 + k % 2, truncated=k == truncated)
+        for k, reward in enumerate(rewards)
+    ]
 
 
 def test_line_counts_responses_and_its_interval_counts_prompts() -> None:
-    versions = torch.zeros(3, dtype=torch.int32)
-    responses = [
-        rolled(Generation(k, torch.zeros(3 + k % 2), torch.zeros(3 + k % 2), versions, truncated=k == 3))
-        for k in range(4)
-    ]  # two prompts with two responses each
-    scores = [scored(reward) for reward in (1.0, 0.5, 1.0, 1.0)]
-    line = evaluation_line(responses, scores, version=Version(1, 20), num_prompts=2, time_s=12.3456, seconds=0.5)
+    two_each = answers(1.0, 0.5, 1.0, 1.0, size=2, truncated=3)
+    line = evaluation_line(two_each, version=Version(1, 20), time_s=12.3456, seconds=0.5)
     low, high = wilson_interval(0.75, 2)
     assert line == {
         "step": 20, "lineage": 1, "accuracy": 0.75, "accuracy_low": round(low, 6), "accuracy_high": round(high, 6),
@@ -54,21 +48,9 @@ def test_line_counts_responses_and_its_interval_counts_prompts() -> None:
 
 
 def test_responses_that_could_not_be_scored_are_left_out() -> None:
-    versions = torch.zeros(3, dtype=torch.int32)
-    responses = [rolled(Generation(k, torch.zeros(3), torch.zeros(3), versions, truncated=False)) for k in range(4)]
-    scores = [
-        scored(1.0),
-        scored(float("nan"), failure="no idea"),
-        scored(0.5),
-        scored(float("nan"), failure="no idea"),
-    ]
-    line = evaluation_line(responses, scores, version=Version(0, 1), num_prompts=4, time_s=1, seconds=1)
+    line = evaluation_line(answers(1.0, None, 0.5, None), version=Version(0, 1), time_s=1, seconds=1)
     assert (line["accuracy"], line["reward_mean"], line["reward_failures"]) == (0.5, 0.75, 2)
     assert (line["accuracy_low"], line["accuracy_high"]) == tuple(round(bound, 6) for bound in wilson_interval(0.5, 2))
-
-
-def scored(reward: float, failure: str = "") -> ScoredResponse:
-    return ScoredResponse("p", "r", "a", reward, correct=reward == 1, failure=failure)
 
 
 def test_steps_of_an_earlier_start_are_known(tmp_path: Path) -> None:

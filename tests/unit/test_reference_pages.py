@@ -13,12 +13,10 @@ from launcher.cli.commands import main
 from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, ValueLoss
-from workers.engines.base import Generation, StepStats
+from workers.engines.base import StepStats
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
-from workers.rewards.scorer import ScoredResponse
-from workers.rollout.evaluate import evaluation_line
-from workers.rollout.rollouts import single_turn
+from workers.rollout.evaluate import Answer, evaluation_line
 from workers.trainer.step_trainer import TrainedModel
 
 from .test_records import finished_step, recorder
@@ -99,8 +97,6 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     lines = (TrainedLine, FilteredLine, DeadLetterLine)
     fields = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
     assert fields == named_in("ledger.jsonl")
-    drawn = Generation(0, torch.zeros(3), torch.zeros(3), torch.zeros(3), truncated=False)
-    response = single_turn(torch.zeros(1), drawn)
-    score = ScoredResponse("p", "r", "a", 1.0, correct=True)
-    line = evaluation_line([response], [score], version=Version(0, 1), num_prompts=1, time_s=1.0, seconds=1.0)
+    answer = Answer("", 0, 0, 1.0, correct=True, tokens=3, truncated=False)
+    line = evaluation_line([answer], version=Version(0, 1), time_s=1.0, seconds=1.0)
     assert set(line) == {name for name in named_in("evaluation.jsonl") if not name.startswith("pass_at_K")} - {"NAME"}

@@ -397,7 +397,7 @@ class EngineSetup:
     options: Any  # for a class outside the package: an instance of its `Config`
     sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
     weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
-    follows_policy: bool = True  # whether it gets versions of the policy; False: a reference that stays the same
+    follows_policy: bool = True  # whether it gets versions of the policy; False: a model that stays the same
     other_model: str | None = None  # of a reference that is another model; None: the policy's
 
     @property

@@ -39,6 +39,17 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
     return engine
 
 
+def load_generating_model(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
+    """Return the engine `sampling.engine` with the weights of `model.path`, which stay."""
+    setup = EngineSetup(config, device, sampling.engine_options, sampling, follows_policy=False)
+    engine: GenerateEngine = _made(ENGINES, "rollout", sampling.engine, setup)
+    if sampling.engine not in ("sim", "vllm"):  # vLLM reads them itself
+        from workers.engines.hf.model import read_stored
+
+        engine.load_weights(read_stored(setup.model_dir, engine.weight_needs()))
+    return engine
+
+
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
     """Return the reference with the weights in `weights_dir` (None: initial); collective over a copy's ranks."""
     setup = EngineSetup(

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ import numpy as np
 from asyncflow.errors import UserCodeFailed
 from asyncflow.json_lines import JsonLines, LineReader
 from asyncflow.run_files import EVALUATION_FILE
+from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_sets
 from workers.engines.base import ResamplingEngine
-from workers.engines.load_engine import load_generate_engine
+from workers.engines.load_engine import load_generate_engine, load_generating_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
 from workers.records.samples import SampleLog
@@ -39,6 +40,7 @@ from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
 from workers.rows.finished import FinishedRollout, RolloutRequest
+from workers.settings.dataflow import WEIGHTS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 
@@ -52,7 +54,11 @@ _Scored = tuple[FinishedRollout, "Future[ScoredResponse]"]
 
 
 def run_evaluate(context: WorkerContext) -> None:
-    """Evaluate this instance's versions until the last one, or until the run stops."""
+    """Evaluate this instance's versions until the last one, or until the run stops; where nothing is trained
+    (`asyncflow evaluate`), the model itself."""
+    if not context.job.of_role(WEIGHTS):
+        evaluate_model(context)
+        return
     config = context.config.evaluate
     own = own_steps(
         interval=config.interval,
@@ -71,18 +77,36 @@ def run_evaluate(context: WorkerContext) -> None:
     evaluator.close()
 
 
-class Evaluator:
-    """One evaluating instance; `own`: steps whose weights it evaluates, in order, at least one."""
+def evaluate_model(context: WorkerContext) -> None:
+    """Answer this instance's share of all sets with the weights of `model.path`; a line per response in `answers/`."""
+    evaluator = Evaluator(context, [0], share=(context.gang.index, len(context.job.of_role(context.gang.role))))
+    file = context.run_dir / ANSWERS / f"{context.gang.name}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)  # of an earlier start, which died
+    lines = JsonLines(file)
+    evaluator.write_answers(lines)
+    lines.close()
+    evaluator.close()
 
-    def __init__(self, context: WorkerContext, own: list[int]) -> None:
+
+class Evaluator:
+    """One evaluating instance.
+
+    Args:
+        own: steps whose weights it evaluates, in order, at least one.
+        share: (k, N): it evaluates the model itself, on each N-th prompt from the k-th on; None: it follows a run.
+    """
+
+    def __init__(self, context: WorkerContext, own: list[int], *, share: tuple[int, int] | None = None) -> None:
         config = context.config
         self._context = context
         self._own = frozenset(own)
         self._last_own = own[-1]
         tokenizer = context.load_tokenizer()
-        self._sets = held_out_sets_of(config, tokenizer)
+        self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1))
         sampling = config.evaluate.sampling(config.rollout)
-        self._engine = load_generate_engine(config, sampling, device=context.device)
+        load = load_generate_engine if share is None else load_generating_model
+        self._engine = load(config, sampling, device=context.device)
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
@@ -96,20 +120,24 @@ class Evaluator:
         self._version: Version | None = None
         self._last_passed = -1
         self._arrived = threading.Event()
-        self._receiver = open_receiver(
-            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
-            arrived=self._arrived.set, wanted=self._wants_version, best_effort=True,
-        )  # fmt: skip
+        self._receiver: WeightReceiver | None = None
+        if share is None:
+            self._receiver = open_receiver(
+                context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
+                arrived=self._arrived.set, wanted=self._wants_version, best_effort=True,
+            )  # fmt: skip
 
     def load_next(self) -> Version | None:
         """Wait for this instance's next version and load it; None: none is left, or the run stops."""
         held = -1 if self._version is None else self._version.step
-        if held >= self._last_own or not self._wait_newer():
+        receiver = self._receiver
+        assert receiver is not None, "a model that stays has one version"
+        if held >= self._last_own or not self._wait_newer(receiver):
             return None
         with self._context.timeline.span("load weights"):
-            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
-            self._version = self._receiver.load(load, newer_than=self._version)
-            self._receiver.drop()
+            load = partial(self._engine.load_weights, adopt=receiver.adopts)
+            self._version = receiver.load(load, newer_than=self._version)
+            receiver.drop()
         assert self._version is not None, "the wait ends with a newer version"
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
@@ -129,10 +157,8 @@ class Evaluator:
             scores = [score.result() for _, score in scored]
             self._check_failures(version, one, [rollout for rollout, _ in scored], scores)
             lines[one.name] = evaluation_line(
-                [rollout for rollout, _ in scored],
-                scores,
+                [Answer.from_scored(one, rollout, score) for (rollout, _), score in zip(scored, scores, strict=True)],
                 version=version,
-                num_prompts=one.num_prompts,
                 time_s=self._context.elapsed_s,
                 seconds=time.monotonic() - own_began,
             )
@@ -140,6 +166,24 @@ class Evaluator:
         self._lines.write([line_of_sets(lines, seconds=time.monotonic() - began)])
         for one, scored in answered:
             for rollout, score in sorted(scored, key=lambda each: each[0].index):
+                group = one.first_group + one.prompt_of(rollout.index)
+                self._samples.write(rollout, score.result(), step=version.step, group=group)
+
+    def write_answers(self, lines: JsonLines) -> None:
+        """Answer all sets with the weights that the engine has; a line per response, none if the run stops. Raises
+        UserCodeFailed as `evaluate` does."""
+        version = Version(self._context.job.lineage, 0)
+        self._engine.version = version.step
+        for one in self._sets:
+            scored = self._answer(one, version)
+            if scored is None:
+                return
+            self._check_failures(
+                version, one, [rollout for rollout, _ in scored], [score.result() for _, score in scored]
+            )
+            answers = sorted(scored, key=lambda each: each[0].index)
+            lines.write([asdict(Answer.from_scored(one, rollout, score.result())) for rollout, score in answers])
+            for rollout, score in answers:
                 group = one.first_group + one.prompt_of(rollout.index)
                 self._samples.write(rollout, score.result(), step=version.step, group=group)
 
@@ -155,7 +199,8 @@ class Evaluator:
     def close(self) -> None:
         self._rollouts.close()
         self._engine.close()
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._scorer.close()
         self._samples.close()
         self._lines.close()
@@ -202,7 +247,7 @@ class Evaluator:
         self._arrived.set()
         return False
 
-    def _wait_newer(self) -> bool:
+    def _wait_newer(self, receiver: WeightReceiver) -> bool:
         """Wait until a version is ready; False: the run stops, or all remaining ones were missed."""
         self._context.report_state("waiting for weights")
         with self._context.timeline.span("wait for weights"):
@@ -210,7 +255,7 @@ class Evaluator:
                 passed = (
                     self._last_passed
                 )  # read this first: a wanted version arrives before a later one is passed over
-                if self._receiver.newest not in (None, self._version):
+                if receiver.newest not in (None, self._version):
                     return True
                 held = -1 if self._version is None else self._version.step
                 if max(passed, held) >= min(self._last_own, self._context.last_step):  # a feed may have ended
@@ -260,6 +305,7 @@ class HeldOut:
     prompts: Sequence[Prompt]
     requests: Sequence[RolloutRequest]
     first_group: int  # prompts of the sets before it
+    size: int  # responses per prompt
 
     @property
     def num_prompts(self) -> int:
@@ -267,11 +313,12 @@ class HeldOut:
 
     def prompt_of(self, index: int) -> int:
         """Return the place in `prompts` of what a request asked; `index` counts the requests of this set."""
-        return index // (len(self.requests) // len(self.prompts))
+        return index // self.size
 
 
-def held_out_sets_of(config: RunConfig, tokenizer: Any) -> list[HeldOut]:
-    """Read and tokenize all sets. Raises ConfigError if one cannot be read, UserCodeFailed for its source."""
+def held_out_sets_of(config: RunConfig, tokenizer: Any, *, share: tuple[int, int] = (0, 1)) -> list[HeldOut]:
+    """Read and tokenize all sets; with `share` (k, N), request only each N-th prompt from the k-th on. Raises
+    ConfigError if one cannot be read, UserCodeFailed for its source."""
     found: list[HeldOut] = []
     rows = held_out_sets(config)
     for name, own in config.evaluate.named_sets().items():
@@ -299,10 +346,39 @@ def held_out_sets_of(config: RunConfig, tokenizer: Any) -> list[HeldOut]:
                 max_tokens=sampling.max_response_tokens,
             )
             for place, prompt in enumerate(prompts)
+            if place % share[1] == share[0]
             for member, index in enumerate(range(place * size, (place + 1) * size))
         ]
-        found.append(HeldOut(name, sampling, prompts, requests, first))
+        found.append(HeldOut(name, sampling, prompts, requests, first, size))
     return found
+
+
+ANSWERS = "answers"  # in the directory of an evaluation without training: a file per instance
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an evaluation keeps of one response; a line of `answers/`."""
+
+    set: str  # Its set's name
+    prompt: int  # Place of its prompt in the set
+    member: int  # Which of the prompt's responses
+    reward: float | None  # None: it could not be scored
+    correct: bool
+    tokens: int  # Drawn
+    truncated: bool
+
+    @staticmethod
+    def from_scored(one: HeldOut, rollout: FinishedRollout, score: ScoredResponse) -> "Answer":
+        known = not score.failure
+        return Answer(
+            one.name,
+            *divmod(rollout.index, one.size),
+            reward=score.reward if known else None,
+            correct=known and bool(score.correct),
+            tokens=rollout.log_probs_A.numel(),
+            truncated=rollout.truncated,
+        )
 
 
 def line_of_sets(lines: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
@@ -368,53 +444,39 @@ def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
     return rates
 
 
-def evaluation_line(
-    rollouts: Sequence[FinishedRollout],
-    scores: Sequence[ScoredResponse],
-    *,
-    version: Version,
-    num_prompts: int,
-    time_s: float,
-    seconds: float,
-) -> dict[str, Any]:
-    """Return the line of one evaluation.
+def evaluation_line(answers: Sequence[Answer], *, version: Version, time_s: float, seconds: float) -> dict[str, Any]:
+    """Return the line of one evaluation of a set.
 
     Args:
-        rollouts, scores: of all prompts, equally many each, in any order; at least one was scored.
+        answers: to all prompts, equally many each, in any order; at least one was scored.
         time_s: since the command started.
         seconds: duration of the evaluation.
     """
-    num_samples, known = len(rollouts), [score for score in scores if not score.failure]
-    accuracy = sum(score.correct for score in known) / len(known)
+    num_samples, known = len(answers), [one for one in answers if one.reward is not None]
+    num_prompts = len({one.prompt for one in answers})
+    accuracy = sum(one.correct for one in known) / len(known)
     # The trials are prompts: several responses to one prompt are not independent.
     low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
+    counts: dict[int, tuple[int, int]] = {}
+    for one in known:
+        number, right = counts.get(one.prompt, (0, 0))
+        counts[one.prompt] = number + 1, right + one.correct
     return {
         "step": version.step,
         "lineage": version.lineage,
         "accuracy": round(accuracy, 6),
         "accuracy_low": round(low, 6),
         "accuracy_high": round(high, 6),
-        "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
+        "reward_mean": round(sum(one.reward for one in known if one.reward is not None) / len(known), 6),
         "reward_failures": num_samples - len(known),
-        "response_tokens_mean": round(sum(rollout.log_probs_A.numel() for rollout in rollouts) / num_samples, 3),
-        "truncated_fraction": round(sum(rollout.truncated for rollout in rollouts) / num_samples, 6),
-        **pass_rates(_counts_by_prompt(rollouts, scores, num_samples // num_prompts)),
+        "response_tokens_mean": round(sum(one.tokens for one in answers) / num_samples, 3),
+        "truncated_fraction": round(sum(one.truncated for one in answers) / num_samples, 6),
+        **pass_rates(list(counts.values())),
         "num_prompts": num_prompts,
         "num_samples": num_samples,
         "time_s": round(time_s, 3),
         "seconds": round(seconds, 4),
     }
-
-
-def _counts_by_prompt(
-    rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse], size: int
-) -> list[tuple[int, int]]:
-    counts: dict[int, tuple[int, int]] = {}
-    for rollout, score in zip(rollouts, scores, strict=True):
-        if not score.failure:
-            number, right = counts.get(rollout.index // size, (0, 0))
-            counts[rollout.index // size] = number + 1, right + bool(score.correct)
-    return list(counts.values())
 
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:

@@ -44,7 +44,6 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
         ("rollout:99999999999,actor:4", "rollout:99999999999 is not a whole number"),
         ("rollout:1,actor:1,rollout:2", "'rollout' is given twice"),
         ("rollout:1,actor:1,ref:1,reference:1", "'ref' is given twice"),
-        ("actor:4", "'rollout' is missing"),
         ("rollout:8", "'actor' is missing"),
     ],
 )
@@ -52,6 +51,14 @@ def test_bad_roles_are_refused_with_name_and_value(text: str, expected: str) -> 
     with pytest.raises(ConfigError, match=r"^(--)?roles: ") as caught:
         parse_roles(text)
     assert expected in str(caught.value)
+
+
+def test_role_that_the_algorithm_needs_is_missing() -> None:
+    with pytest.raises(ConfigError, match="'rollout' is missing; add rollout:1 or more"):
+        check_roles({"actor": 4})
+    assert check_roles({"actor": 4}, generates=False) == parse_roles("actor:4") == {"actor": 4}
+    with pytest.raises(ConfigError, match="'actor' is missing"):
+        check_roles({"evaluate": 1}, generates=False)
 
 
 def test_alias_beside_its_role_is_refused_in_a_file_too() -> None:

@@ -237,6 +237,18 @@ class CheckedEngine(ABC):
     def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None: ...
 
 
+def read_stored(model_dir: Path, needs: Mapping[str, Need]) -> dict[str, Tensor]:
+    """Return the needed weights, by HF name, from a model's directory. Raises ConfigError, see `HfWeights`."""
+    weights = HfWeights(model_dir)
+    names = stored_names(empty_causal_lm(model_dir, dtype=torch.float32, attention="eager"))
+    found = {}
+    for name, need in needs.items():
+        rows = need.shape[0] if need.shape else 0
+        stored = weights.find_name(name, (*names.get(name, ()), *need.aliases))
+        found[name] = weights.read_rows(stored, need.shape, 0, rows)
+    return found
+
+
 def read_parameters(parameters: Mapping[str, nn.Parameter], weights: HfWeights, *, what: str) -> None:
     """Fill parameters from files that hold these and nothing else. Raises ConfigError, see `HfWeights`."""
     weights.check_used(dict.fromkeys(parameters, ()), model=what)

@@ -64,8 +64,8 @@ _STREAM_TOKENS = 8  # tokens of a response between two signs of progress
 class VllmEngine(TaskEngine):
     """Generates responses with vLLM; implements `GenerateEngine`.
 
-    Starts vLLM's process with random weights, so `load_weights` or `load_held` must come before `submit`. Set
-    `joins_groups` if its ranks are going to `follow_weights`.
+    Starts vLLM's process with random weights, so `load_weights` or `load_held` must come before `submit`, or, with
+    `reads_model`, with those of the model's files. Set `joins_groups` if its ranks are going to `follow_weights`.
 
     Raises:
         ConfigError: vLLM is missing, or refuses the settings.
@@ -83,6 +83,7 @@ class VllmEngine(TaskEngine):
         device: torch.device,
         joins_groups: bool = False,
         lora: LoraConfig | None = None,
+        reads_model: bool = False,
     ) -> None:
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         super().__init__(model_dir, model, sampling, max_len, lora)
@@ -106,8 +107,9 @@ class VllmEngine(TaskEngine):
         adapters = NO_ADAPTERS if lora is None else adapter_arguments(lora, adapted_modules(self._needs))
         arguments = engine_arguments(
             model_dir, model, config, self._plan,
-            max_len=max_len, num_slots=sampling.batch_size, device=device, adapters=adapters,
+            max_len=max_len, num_slots=sampling.batch_size, device=device, adapters=adapters, reads_model=reads_model,
         )  # fmt: skip
+        self._loaded = reads_model
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
         self._tasks = ResponseTasks("vllm")
@@ -127,8 +129,9 @@ class VllmEngine(TaskEngine):
             sampling=setup.sampling,
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
-            joins_groups=setup.run.weightsync.path == "broadcast",
+            joins_groups=setup.run.weightsync.path == "broadcast" and setup.follows_policy,
             lora=setup.adapter,
+            reads_model=not setup.follows_policy,
         )
 
     @property

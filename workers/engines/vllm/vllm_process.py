@@ -99,6 +99,7 @@ def engine_arguments(
     num_slots: int,
     device: torch.device,
     adapters: Mapping[str, Any] = NO_ADAPTERS,
+    reads_model: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`; `adapters`: see `adapter_arguments`."""
     on_cpu = device.type == "cpu"
@@ -106,8 +107,8 @@ def engine_arguments(
     return {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
-        # The weights come from the trainer; with an adapter, the base comes from the model's files.
-        "load_format": "dummy" if not adapters else LOAD_FORMAT,
+        # The weights come from the trainer; with an adapter, and where nothing is trained, from the model's files.
+        "load_format": LOAD_FORMAT if adapters or reads_model else "dummy",
         "generation_config": "vllm",  # the run's sampling settings count, not the model's defaults
         "dtype": config.dtype or model.dtype,
         "max_model_len": max_len,

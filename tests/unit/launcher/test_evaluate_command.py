@@ -1,0 +1,74 @@
+"""`asyncflow evaluate` without its processes: what it takes for a model, and what it makes of the answers."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import configs
+from asyncflow.errors import ConfigError
+from asyncflow.json_lines import JsonLines
+from launcher.cli.commands import main
+from launcher.request.evaluation import accept_evaluation, read_answers, table_of
+from workers.rollout.evaluate import ANSWERS, Answer
+
+MODEL = Path(configs.__path__[0]) / "quickstart" / "model"
+
+
+def write_answers(run_dir: Path, instance: int, answers: list[Answer]) -> None:
+    (run_dir / ANSWERS).mkdir(exist_ok=True)
+    lines = JsonLines(run_dir / ANSWERS / f"evaluate-{instance}.jsonl")
+    lines.write([asdict(answer) for answer in answers])
+    lines.close()
+
+
+def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path) -> None:
+    def answer(name: str, prompt: int, member: int, *, right: bool) -> Answer:
+        return Answer(name, prompt, member, float(right), correct=right, tokens=4, truncated=not right)
+
+    for instance in (0, 1):
+        sums = [answer("sums", prompt, k, right=prompt < 2) for prompt in range(instance, 4, 2) for k in range(2)]
+        write_answers(tmp_path, instance, [*sums, answer("words", instance, 0, right=instance == 0)])
+    line = read_answers(tmp_path, ["words", "sums"], seconds=3.0)
+    assert (line["accuracy"], line["words/accuracy"], line["sums/accuracy"]) == (0.5, 0.5, 0.5)
+    assert (line["sums/num_prompts"], line["sums/num_samples"], line["sums/pass_at_2"]) == (4, 8, 0.5)
+    assert line["seconds"] == 3.0
+    heading, words, sums = table_of(line, ["words", "sums"])
+    assert (heading[0], words[0], sums[0]) == ("set", "words", "sums")
+    assert (words[3], sums[3]) == ("-", "0.500 (k 2)")
+    assert sums[1:3] == ("0.500", f"{line['sums/accuracy_low']:.3f} to {line['sums/accuracy_high']:.3f}")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "complaint"),
+    [
+        ("nowhere", "quickstart", "model.path: 'nowhere' does not exist"),
+        (str(MODEL), None, "CONFIG: is missing, and .* is not a run that has one"),
+        (str(MODEL), "quickstart-ppo-cpu.yaml", "CONFIG|evaluate"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    model: str, config: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=complaint):
+        accept_evaluation(model, config, overrides=["evaluate.path=null"], ranks=1, run_dir=None)
+
+
+def test_a_run_without_an_export_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    shutil.copy(Path(configs.__path__[0]) / "quickstart.yaml", run / "config.yaml")
+    done = CliRunner().invoke(main, ["evaluate", str(run)])
+    assert done.exit_code == 2
+    assert str(run) in done.output and len(done.output.strip().splitlines()) == 1
+
+
+def test_all_of_a_model_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model.path: .*model"):
+        accept_evaluation(str(model), "quickstart", overrides=[], ranks=1, run_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
