@@ -119,9 +119,12 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-        for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with one version while the next one arrives
-            divided = config.ranks_per_copy("rollout") if role == "rollout" else 1
-            roles[role]["next version"] = wire * model.num_parameters // divided
+        # They compute with one version while the next one arrives.
+        if "rollout" in roles:
+            roles["rollout"]["next version"] = wire * model.num_parameters // config.ranks_per_copy("rollout")
+        for role in {"actor_fwd", "ref"} & roles.keys():
+            if role == "actor_fwd" or config.algorithm.ref_update_interval:
+                roles[role]["next version"] = wire * roles[role]["weights"] // copy
     return {role: parts | every for role, parts in roles.items()}
 
 
