@@ -1,6 +1,7 @@
 """A checkpoint's directory: its files with their checksums, and `meta.json`. Torch-free."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,13 +81,16 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
         return any(name.startswith(f"{HF}/") for name in self.files)
 
     def write(self, directory: Path) -> None:
-        """Write `meta.json`, or replace it atomically."""
-        beside = directory / f"{META_FILE}.tmp"
-        with beside.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(directory / META_FILE)
+        """Write `meta.json`, or replace it atomically; several processes may, on several hosts."""
+        beside = directory / f".{META_FILE}.{secrets.token_hex(4)}.tmp"
+        try:
+            with beside.open("xb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(directory / META_FILE)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def add_export(checkpoint: Path, written: Path, files: Mapping[str, FileEntry]) -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network, ip_address, ip_interface
 from pathlib import Path
@@ -69,11 +69,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Network:
-    """A network of node 0 that is faster than the way to the job store."""
+    """A node's place in a network that is faster than the way to the job store."""
 
     cidr: str  # e.g. `10.1.0.0/16`
-    address: str  # node 0's in it
-    port: int  # where node 0 answers, while the nodes join; see `OfferedNetworks`
+    address: str  # the node's in it
+    port: int  # where the node answers, while the nodes join; see `NetworkListeners`
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,9 @@ def error_in(words: str | None) -> str:
 # that in the fastest network that all nodes reach, else the one that leads to the job store:
 #
 #     node 0       offers its networks that are faster than the store's (`OfferedNetworks`), in job.json
-#     other nodes  connect through their own interface in each of them (`list_reached`), and say which answered
-#     node 0       writes the fastest one that all reach into job.json, from which every process reads it
+#     other nodes  connect to it through their own interface in each of them (`list_reached`), and answer there, too
+#     the later    of two others connects to the earlier one (`reached_everywhere`), so each pair was tried once
+#     node 0       writes the fastest one in which all reach each other into job.json, from which every process reads it
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
@@ -233,23 +234,18 @@ def describe_way(interface: str, version_bytes: int) -> str:
     return f"{interface}, {speed:g} Gb/s{takes}"
 
 
-class OfferedNetworks:
-    """Node 0's networks that are faster than the way to the job store. Answers in each of them until `close`."""
+class NetworkListeners:
+    """Answers other nodes at this host's addresses in some networks, until `close`.
 
-    def __init__(self, store_host: str, secret: str, env: Mapping[str, str] = os.environ) -> None:
-        self.networks: tuple[Network, ...] = ()
+    Args:
+        places: (cidr, address) of each.
+        secret: the job's (hex).
+    """
+
+    def __init__(self, places: Iterable[tuple[str, str]], secret: str) -> None:
         self._listeners: list[socket.socket] = []
-        # With an interface of the user's own choice there is nothing to choose.
-        if is_loopback(store_host) or env.get(GLOO_INTERFACE):
-            return
-        least = link_speed(interface_towards(store_host))
-        if not least:  # of unknown speed, as in most virtual machines, and perhaps the fastest
-            return
         found = []
-        for name, own in sorted(own_addresses(), key=lambda each: (-link_speed(each[0]), each[0])):
-            address, cidr = str(own.ip), str(own.network)
-            if link_speed(name) <= least:
-                break
+        for cidr, address in places:
             with contextlib.suppress(OSError):  # an address that is not usable yet
                 listener = socket.create_server((address, 0), family=family_of(address))
                 self._listeners.append(listener)
@@ -265,11 +261,36 @@ class OfferedNetworks:
             listener.close()
 
 
+class OfferedNetworks(NetworkListeners):
+    """Node 0's networks that are faster than the way to the job store, the fastest one first."""
+
+    def __init__(self, store_host: str, secret: str, env: Mapping[str, str] = os.environ) -> None:
+        super().__init__(_faster_places(store_host, env), secret)
+
+
+def _faster_places(store_host: str, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    # With an interface of the user's own choice there is nothing to choose.
+    if is_loopback(store_host) or env.get(GLOO_INTERFACE):
+        return
+    least = link_speed(interface_towards(store_host))
+    if not least:  # of unknown speed, as in most virtual machines, and perhaps the fastest
+        return
+    for name, own in sorted(own_addresses(), key=lambda each: (-link_speed(each[0]), each[0])):
+        if link_speed(name) <= least:
+            return
+        yield str(own.network), str(own.ip)
+
+
 def list_reached(networks: Iterable[Network], secret: str, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return which of node 0's networks this host reaches through an interface of its own there."""
     if env.get(GLOO_INTERFACE):
         return []
     return [network.cidr for network in networks if _is_reached(network, secret)]
+
+
+def reached_everywhere(cidrs: Iterable[str], others: Sequence[Network], secret: str) -> list[str]:
+    """Return the networks in which this host reaches all of the `others` that are in them."""
+    return [cidr for cidr in cidrs if all(_is_reached(each, secret) for each in others if each.cidr == cidr)]
 
 
 def _is_reached(network: Network, secret: str) -> bool:

@@ -8,14 +8,18 @@
 #               b0 ....................... b1 .......      (b2 takes b0's buffer once that has arrived)
 #                         sum, write b0 |
 #
-# On the CPU each sender has its own group with the receivers: Gloo groups do not block each other, and the other
-# senders need not receive data that they do not want.
+# A member is only in groups whose senders have something that it needs. On the CPU each sender has its own group:
+# Gloo's do not block each other. On an accelerator senders that the same members need share one, and the groups, one
+# per pipeline stage of the trainer if somebody needs only some stages, transfer one after another:
+#
+#     generator              stage 0 | stage 1 |       of all senders
+#     rank of a sharded copy         | stage 1 |       if it holds parts of that stage's tensors
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -33,7 +37,7 @@ from asyncflow.errors import TransportError, WeightsLate, WeightSyncError
 from asyncflow.transport.meeting import Credentials, key_appears
 from asyncflow.transport.server import Connection
 from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer
-from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TransferPlan
+from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TransferPlan, buckets_of
 from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
 
@@ -131,6 +135,8 @@ _LEAST_WAIT_S = 0.001
 _BUFFERS = 2
 # The word of a member that calls the transfer off.
 _OFF = "off"
+# What goes with a word that has no value.
+_NOTHING = "-"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 # How often an abortable wait checks its stop (s).
 _LOOK_S = 0.2
@@ -139,9 +145,48 @@ _LOOK_S = 0.2
 Handle = Callable[[BucketLayout, Tensor], None]
 
 
+# Where a piece goes: the part of it that is kept (slices of the piece), and a tensor of that part's shape, on any
+# device and of any floating-point dtype; None: nowhere.
+Target = Callable[[Piece], tuple[tuple[slice, ...], Tensor] | None]
+
+
 class _Seat(NamedTuple):
     group: ProcessGroup
     root: int
+
+
+class Circle(NamedTuple):
+    """Processes that have one group: trainer ranks, and the receivers that need what they send."""
+
+    senders: tuple[int, ...]
+    members: tuple[str, ...]
+
+
+def list_circles(
+    senders: Sequence[int], needed: Mapping[str, Collection[int]], *, one_per_sender: bool
+) -> list[Circle]:
+    """Return the groups of a transfer, in the order in which they transfer; senders that nobody needs have none.
+
+    Args:
+        needed: the senders that each receiver needs, in rank order.
+        one_per_sender: otherwise senders that the same receivers need share a group.
+    """
+    circles: dict[object, tuple[list[int], tuple[str, ...]]] = {}
+    for sender in senders:
+        members = tuple(name for name, wanted in needed.items() if sender in wanted)
+        if members:
+            circles.setdefault(sender if one_per_sender else members, ([], members))[0].append(sender)
+    return [Circle(tuple(own), members) for own, members in circles.values()]
+
+
+def needed_senders(plan: TransferPlan, pieces: Sequence[Piece], *, exact: bool) -> tuple[int, ...]:
+    """Return the trainer ranks that a receiver of `pieces` needs: those that send a part of them or, unless `exact`, a
+    part of the same tensors, which is the same for all ranks of a pipeline stage."""
+    if exact:
+        buckets = buckets_of(plan, pieces)
+        return tuple(sorted({bucket.sender for bucket in plan.buckets if bucket.index in buckets}))
+    tensors = {piece.tensor for piece in pieces}
+    return tuple(sorted({b.sender for b in plan.buckets if any(part.tensor in tensors for part in b.pieces)}))
 
 
 class BroadcastGroup:
@@ -154,12 +199,13 @@ class BroadcastGroup:
     """
 
     def __init__(self, store: Store, me: str, device: torch.device) -> None:
-        # Of the current group, or of the last one.
+        # Of the current groups, or of the last ones.
         self.epoch = ""
         self._store = store
         self._me = me
         self._device = device
-        self._seats: dict[int, _Seat] = {}
+        # By epoch; None: its groups were left.
+        self._seats: dict[str, dict[int, _Seat] | None] = {}
         self._transfer: Transfer | None = None
         self._said: list[str] = []  # keys, in that transfer
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
@@ -167,32 +213,47 @@ class BroadcastGroup:
         self._aborted = threading.Event()
 
     def connect_members(
-        self, transfer: Transfer, plan: TransferPlan, *, timeout_s: float, stop: threading.Event
+        self,
+        transfer: Transfer,
+        plan: TransferPlan,
+        *,
+        pieces: Sequence[Piece] | None = None,
+        timeout_s: float,
+        stop: threading.Event,
     ) -> None:
-        """Make sure that the group of a transfer's epoch exists.
+        """Make sure that the groups of a transfer's epoch exist.
 
         Args:
-            plan: says who sends.
+            plan: says who sends; the same for all transfers of an epoch.
+            pieces: that this receiver needs; None: all.
             timeout_s: for the backend to connect, once all have met (the store's timeout bounds the meeting).
             stop: ends it early.
 
         Raises:
             WeightsLate: not all members came in time.
-            WeightSyncError: the group broke earlier, or this member has left.
+            WeightSyncError: the groups broke earlier, or this member has left.
         """
-        if self.epoch != transfer.epoch:
-            self.leave_group()
-            self.epoch = transfer.epoch
-            wait_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
-            self._all_say("here", transfer, plan, deadline=time.monotonic() + wait_s, stop=stop)
-            for senders in self._list_circles(plan):
-                everyone = [*map(sender_name, senders), *transfer.members]
+        self.epoch = transfer.epoch
+        for epoch in self._seats.keys() - {transfer.epoch, *transfer.live}:
+            _abort_seats(self._seats.pop(epoch, None))
+        if transfer.epoch not in self._seats:
+            seats = self._seats[transfer.epoch] = {}
+            on_cpu, senders = self._device.type == "cpu", senders_of(plan)
+            own = senders if pieces is None else needed_senders(plan, pieces, exact=on_cpu)
+            deadline = time.monotonic() + self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
+            said = self._all_say(
+                "here", transfer, _everyone(transfer, plan), deadline=deadline, stop=stop, value=" ".join(map(str, own))
+            )
+            needed = {name: tuple(map(int, said[name].split())) for name in transfer.members}
+            for circle in list_circles(senders, needed, one_per_sender=on_cpu):
+                everyone = [*map(sender_name, circle.senders), *circle.members]
                 if self._me in everyone:
-                    group = self._meet_members(f"{transfer.epoch}/{senders[0]}", everyone, timeout_s, stop)
-                    self._seats |= {sender: _Seat(group, root) for root, sender in enumerate(senders)}
+                    group = self._meet_members(f"{transfer.epoch}/{circle.senders[0]}", everyone, timeout_s, stop)
+                    seats |= {sender: _Seat(group, root) for root, sender in enumerate(circle.senders)}
             if self._aborted.is_set():
+                _abort_seats(seats)
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
-        if not self._seats:  # its keys in the store cannot serve a second group
+        if self._seats.get(transfer.epoch) is None:  # its keys in the store cannot serve a second group
             self.call_off(transfer)
             raise WeightSyncError(f"the group of epoch {transfer.epoch} is broken already")
 
@@ -200,7 +261,15 @@ class BroadcastGroup:
         """Say that this member is ready, and wait until all are; raises WeightsLate after `deadline`. Nothing is sent
         before.
         """
-        self._all_say("ready", transfer, plan, deadline=deadline, stop=stop)
+        self._all_say("ready", transfer, _everyone(transfer, plan), deadline=deadline, stop=stop)
+
+    def agree_on_most(
+        self, transfer: Transfer, names: Sequence[str], value: int, *, deadline: float, stop: threading.Event
+    ) -> int:
+        """Return the largest value of these members of a transfer, each of which calls this once. Raises WeightsLate
+        like `ready`."""
+        said = self._all_say("value", transfer, names, deadline=deadline, stop=stop, value=str(value))
+        return max(int(said[name]) for name in names)
 
     def call_off(self, transfer: Transfer) -> None:
         """Announce that this member takes no part in a transfer, so that the others need not wait in vain."""
@@ -214,19 +283,39 @@ class BroadcastGroup:
         take: Handle | None,
         deadline: float,
     ) -> None:
-        """Transfer all buckets of a plan.
+        """Transfer the buckets of all senders that this member needs, or its own; of the last transfer that
+        `connect_members` was called for.
 
         Args:
             buckets: of the plan, in its order.
             fill: casts what this member sends; None: it sends nothing.
-            take: gets what arrives; None: this member needs nothing.
+            take: gets what arrives; None: this member receives nothing.
             deadline: for the last bucket; then the group is aborted (s, monotonic).
 
         Raises:
             RuntimeError: a member is gone.
         """
         use_device(self._device)
-        seats = self._seats  # `leave_group`, in another thread, replaces the dict
+        seats = self._seats.get(self.epoch)  # `leave_group`, in another thread, replaces the dict
+        with aborting(self.leave_group, when=self._aborted, deadline=deadline), side_stream(self._device, self._stream):
+            if seats is None:
+                raise RuntimeError("the group was left")
+            groups = list(dict.fromkeys(id(seat.group) for seat in seats.values()))
+            # One communicator of an accelerator at a time: each transfer ends before the next one begins.
+            for each in [groups] if self._device.type == "cpu" and groups else [[group] for group in groups]:
+                mine = [b for b in buckets if b.bucket.sender in seats and id(seats[b.bucket.sender].group) in each]
+                self._transfer_in(seats, mine, len(each), fill=fill, take=take, deadline=deadline)
+
+    def _transfer_in(
+        self,
+        seats: Mapping[int, _Seat],
+        buckets: Sequence[BucketLayout],
+        num_groups: int,
+        *,
+        fill: Handle | None,
+        take: Handle | None,
+        deadline: float,
+    ) -> None:
         under_way: deque[tuple[Work, BucketLayout, Tensor]] = deque()
 
         def arrive() -> None:
@@ -236,25 +325,21 @@ class BroadcastGroup:
             if take is not None:
                 take(bucket, words)
 
-        with aborting(self.leave_group, when=self._aborted, deadline=deadline), side_stream(self._device, self._stream):
-            mine = [bucket for bucket in buckets if bucket.bucket.sender in seats]
-            if not mine:
-                raise RuntimeError("the group was left")
-            buffers = self._buffers_for(mine, len({id(seat.group) for seat in seats.values()}))
-            for number, bucket in enumerate(mine):
-                if len(under_way) == len(buffers):
-                    arrive()
-                # Buckets arrive in order, so the last one in this buffer has arrived.
-                words, seat = buffers[number % len(buffers)][: bucket.num_words], seats[bucket.bucket.sender]
-                if fill is not None and seat.group.rank() == seat.root:
-                    fill(bucket, words)
-                options = BroadcastOptions()
-                options.rootRank = seat.root
-                under_way.append((seat.group.broadcast([words], options), bucket, words))
-            while under_way:
+        buffers = self._buffers_for(buckets, num_groups)
+        for number, bucket in enumerate(buckets):
+            if len(under_way) == len(buffers):
                 arrive()
-            if self._stream is not None:
-                self._stream.synchronize()  # sources may change and targets are complete from now on
+            # Buckets arrive in order, so the last one in this buffer has arrived.
+            words, seat = buffers[number % len(buffers)][: bucket.num_words], seats[bucket.bucket.sender]
+            if fill is not None and seat.group.rank() == seat.root:
+                fill(bucket, words)
+            options = BroadcastOptions()
+            options.rootRank = seat.root
+            under_way.append((seat.group.broadcast([words], options), bucket, words))
+        while under_way:
+            arrive()
+        if self._stream is not None:
+            self._stream.synchronize()  # sources may change and targets are complete from now on
 
     def abort(self) -> None:
         """Leave for good; waits in the group raise. Any thread; idempotent."""
@@ -262,16 +347,24 @@ class BroadcastGroup:
         self.leave_group()
 
     def leave_group(self) -> None:
-        """Give the group up; its epoch is over for this member."""
-        seats, self._seats = self._seats, {}
+        """Give all groups up; their epochs are over for this member."""
+        former, self._seats = self._seats, dict.fromkeys(self._seats)
         self._buffers = []  # an aborted operation may still write to the old ones
-        for group in {id(seat.group): seat.group for seat in seats.values()}.values():
-            abort_group(group)
+        for seats in former.values():
+            _abort_seats(seats)
 
     def _all_say(
-        self, word: str, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event
-    ) -> None:
-        """Say a word over the store and wait until all members have said it; on failure call the transfer off for all.
+        self,
+        word: str,
+        transfer: Transfer,
+        everyone: Sequence[str],
+        *,
+        deadline: float,
+        stop: threading.Event,
+        value: str | None = None,
+    ) -> dict[str, str]:
+        """Say a word over the store and wait until everyone has said it; return what all said with it if they give a
+        `value`. On failure call the transfer off for all.
 
         Raises WeightsLate if a member has not said it by `deadline`, or has called the transfer off.
         """
@@ -280,12 +373,14 @@ class BroadcastGroup:
                 self._store.delete_key(key)  # transfers are collective, so all members have read it
             self._transfer, self._said = transfer, []
         self._said.append(_key(word, transfer, self._me))
-        self._store.set(self._said[-1], "1")
+        self._store.set(self._said[-1], value or _NOTHING)
         off, pause_s = _key(_OFF, transfer), _FIRST_LOOK_S
-        missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
+        missing, values = deque(everyone), dict[str, str]()
         # Ask for one member at a time; the order does not matter, since all must have said it.
         while missing:
-            if self._store.check([_key(word, transfer, missing[0])]):
+            if self._store.check([key := _key(word, transfer, missing[0])]):
+                if value is not None:
+                    values[missing[0]] = self._store.get(key).decode().removeprefix(_NOTHING)
                 missing.popleft()
                 pause_s = _FIRST_LOOK_S
                 continue
@@ -293,10 +388,7 @@ class BroadcastGroup:
                 self.call_off(transfer)
                 raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not {word} in time")
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
-
-    def _list_circles(self, plan: TransferPlan) -> list[tuple[int, ...]]:
-        senders = senders_of(plan)
-        return [(sender,) for sender in senders] if self._device.type == "cpu" else [senders]
+        return values
 
     def _meet_members(
         self, name: str, everyone: Sequence[str], timeout_s: float, stop: threading.Event
@@ -318,6 +410,15 @@ class BroadcastGroup:
 def _key(word: str, transfer: Transfer, member: str = "") -> str:
     lineage, step = transfer.version
     return f"weights/{word}/{transfer.epoch}/{lineage}.{step}/{member}"
+
+
+def _everyone(transfer: Transfer, plan: TransferPlan) -> list[str]:
+    return [*map(sender_name, senders_of(plan)), *transfer.members]
+
+
+def _abort_seats(seats: Mapping[int, _Seat] | None) -> None:
+    for group in {id(seat.group): seat.group for seat in (seats or {}).values()}.values():
+        abort_group(group)
 
 
 def sender_name(rank: int) -> str:
@@ -496,14 +597,20 @@ class BroadcastMember:
         self._closing = threading.Event()
 
     def receive_version(
-        self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
+        self,
+        transfer: Transfer,
+        layout: RegionLayout,
+        target: Target,
+        *,
+        pieces: Sequence[Piece] | None = None,
+        timeout_s: float,
     ) -> None:
         """Take part in a broadcast; afterwards the targets hold the version, with every bucket checked.
 
         Args:
             layout: of the transfer's plan.
-            target: returns where a piece goes: a tensor of its shape on any device (cast if dtypes differ), or one on
-                device `meta` to skip the piece.
+            target: returns where a piece goes.
+            pieces: that this receiver needs; None: all.
             timeout_s: applies separately to the group's connecting, to all members being ready, and to the transfer.
 
         Raises:
@@ -511,30 +618,39 @@ class BroadcastMember:
                 the targets are undefined.
         """
         use_device(self._device)
-        buckets = bucket_layouts(layout)
+        buckets, arrived = bucket_layouts(layout), set[int]()
         summaries: Tensor
 
         def take(bucket: BucketLayout, words: Tensor) -> None:
             summaries[bucket.bucket.index].copy_(bucket.make_summary(words))
-            targets = [target(piece) for piece in bucket.bucket.pieces]
-            wanted = [k for k, each in enumerate(targets) if not each.is_meta]
-            if wanted:
-                pieces = bucket.view_pieces(words)
-                torch._foreach_copy_([targets[k] for k in wanted], [pieces[k] for k in wanted], non_blocking=True)
+            arrived.add(bucket.bucket.index)
+            found = [target(piece) for piece in bucket.bucket.pieces]
+            parts = [
+                (where, part[where[0]]) for where, part in zip(found, bucket.view_pieces(words), strict=True) if where
+            ]
+            if parts:
+                torch._foreach_copy_([where[1] for where, _ in parts], [part for _, part in parts], non_blocking=True)
 
         try:
             summaries = torch.empty((len(buckets), 5), dtype=torch.int64, device=self._device)
-            self._group.connect_members(transfer, layout.plan, timeout_s=timeout_s, stop=self._closing)
+            self._group.connect_members(transfer, layout.plan, pieces=pieces, timeout_s=timeout_s, stop=self._closing)
             self._group.ready(transfer, layout.plan, deadline=time.monotonic() + timeout_s, stop=self._closing)
             self._group.transfer_buckets(buckets, fill=None, take=take, deadline=time.monotonic() + timeout_s)
             for bucket, summary in zip(buckets, summaries.tolist(), strict=True):
-                bucket.check(summary, transfer.version)
+                if bucket.bucket.index in arrived:  # others are none of this receiver's
+                    bucket.check(summary, transfer.version)
         except RuntimeError as error:
             self._group.leave_group()
             raise WeightSyncError(f"weights of {transfer.version}: broadcast broke ({error})") from error
         except WeightSyncError:
             self._group.leave_group()
             raise
+
+    def agree_on_most(self, transfer: Transfer, names: Sequence[str], value: int, *, timeout_s: float) -> int:
+        """Return the largest value of these members, each of which calls this once per transfer, before
+        `receive_version`. Raises WeightsLate if one does not in time, or declines."""
+        deadline = time.monotonic() + timeout_s
+        return self._group.agree_on_most(transfer, names, value, deadline=deadline, stop=self._closing)
 
     def decline_transfer(self, transfer: Transfer) -> None:
         """Tell the other members not to wait for this one, which cannot receive (the rest of) a transfer."""

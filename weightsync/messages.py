@@ -97,9 +97,11 @@ class ReportCorrupt(msgspec.Struct, tag=True):
 
 
 class JoinBroadcast(msgspec.Struct, tag=True):
-    """A receiver is ready for the next broadcast; parks. `broken`: epoch whose group broke, or ""."""
+    """A receiver is ready for the next broadcast; parks."""
 
-    broken: str
+    broken: str  # epoch whose group broke, or ""
+    least: Version | None = None  # the first version that it takes part for; None: any
+    together: list[str] = []  # receivers that take part only together, this one among them; empty: it is alone
 
 
 class BeginBroadcast(msgspec.Struct, tag=True):
@@ -194,6 +196,7 @@ class Transfer(msgspec.Struct, tag=True):
     version: Version
     members: list[str]  # receivers, in rank order
     plan: str  # digest; "": there is no broadcast
+    live: list[str] = []  # epochs that may come again; members give up the groups of all others
 
 
 class HeldVersion(msgspec.Struct):

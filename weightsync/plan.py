@@ -72,6 +72,24 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
         )
 
+    def overlap(self, other: "Box") -> "Box | None":
+        """Return what is in both, or None."""
+        if not self.overlaps_box(other):
+            return None
+        ends = [
+            (max(a, b), min(a + m, b + n))
+            for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        ]
+        return Box(tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends))
+
+    def hull(self, other: "Box") -> "Box":
+        """Return the smallest box that contains both."""
+        ends = [
+            (min(a, b), max(a + m, b + n))
+            for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        ]
+        return Box(tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends))
+
     def contiguous_run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (first element, number) if the box is one run of the flattened tensor, else None."""
         # A run has size 1 in the leading dimensions, any size in one, and only whole dimensions after that.

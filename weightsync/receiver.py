@@ -19,14 +19,14 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from asyncflow.errors import (
     PeerRefused,
     PlanError,
     TransportError,
+    WeightsLate,
     WeightSyncError,
 )
 from asyncflow.job import Job
@@ -61,7 +62,7 @@ from weightsync.messages import (
     connections,
     parked_reply,
 )
-from weightsync.plan import Bucket, Need
+from weightsync.plan import Bucket, Need, Piece
 from weightsync.slot_memory import Region, SlotMappings, version_checksum
 from weightsync.version import Version
 from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
@@ -91,7 +92,10 @@ class WeightReceiver:
         best_effort: the trainer does not wait for memory that this receiver reads; for a process outside of the run.
         takes_turns: ask the agent before each swap, because the number of simultaneous swaps is limited.
         wanted: skip versions for which this is False; None: take the newest.
+        least: returns the next version that is wanted; None: any. It takes no part in broadcasts of earlier ones.
         member: takes part in broadcasts; None: everything comes from the agent.
+        together: names of the receivers that take part in broadcasts only together, this one among them; empty: it is
+            alone.
         lead: name of the agent that announces broadcasts.
         keeps_on_host: keep broadcast versions in host memory; otherwise on `device`.
         timeout_s: deadline of a broadcast.
@@ -112,7 +116,9 @@ class WeightReceiver:
         best_effort: bool = False,
         takes_turns: bool = False,
         wanted: Callable[[Version], bool] | None = None,
+        least: Callable[[], Version] | None = None,
         member: BroadcastMember | None = None,
+        together: Sequence[str] = (),
         lead: str = "",
         keeps_on_host: bool = False,
         timeout_s: float = 300.0,
@@ -123,6 +129,8 @@ class WeightReceiver:
         self._best_effort = best_effort
         self._takes_turns = takes_turns
         self._wanted = wanted
+        self._least = least
+        self._together = list(together)
         self._credentials = credentials
         self._agent = agent
         self._name = name
@@ -182,6 +190,10 @@ class WeightReceiver:
         if loaded is not None:
             self._tell_agent(Serving(loaded))
         return loaded
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter while the engine computes together with other ranks; see `SharedReceiver`."""
+        return contextlib.nullcontext()
 
     def drop(self) -> None:
         """Forget the loaded version if it is still the newest, so that its memory can be reused."""
@@ -331,8 +343,8 @@ class WeightReceiver:
 
     def _join_all(self, connection: Connection, member: BroadcastMember) -> None:
         while True:
-            join = connection.submit(JoinBroadcast(self._broken), timeout_s=_CALL_TIMEOUT_S)
-            transfer = parked_reply(join, stop=self._closing)
+            join = JoinBroadcast(self._broken, None if self._least is None else self._least(), self._together)
+            transfer = parked_reply(connection.submit(join, timeout_s=_CALL_TIMEOUT_S), stop=self._closing)
             if not isinstance(transfer, Transfer):
                 return
             self._broken = "" if self._receive_broadcast(connection, member, transfer) else transfer.epoch
@@ -343,28 +355,37 @@ class WeightReceiver:
         Raises PlanError if the engine does not fit the trainer, TransportError if the lead agent is gone.
         """
         region: Region | None = None
-        with self._cache.coming_version(transfer.version):
+        # What it joined for may have come from the agent meanwhile; the others still wait for it.
+        wanted = self._wanted is None or self._wanted(transfer.version)
+        with self._cache.coming_version(transfer.version) if wanted else contextlib.nullcontext():
             try:
                 layout = self._views.layout(transfer.plan, connection)
-                region = self._cache.memory(self._views.own_layout(layout))
+                region = self._cache.memory(self._views.own_layout(layout)) if wanted else None
                 with self._timeline.span("receive weights", version=transfer.version.step):
-                    member.receive_version(transfer, layout, region.view_piece, timeout_s=self._timeout_s)
+                    member.receive_version(
+                        transfer, layout, _nowhere if region is None else region.view_overlap,
+                        pieces=self._views.pieces(layout), timeout_s=self._timeout_s,
+                    )  # fmt: skip
             except (PlanError, TransportError):
                 member.decline_transfer(transfer)
                 raise
             except (RuntimeError, WeightSyncError) as error:  # the device's out-of-memory error is a RuntimeError
-                member.decline_transfer(transfer)
                 if region is not None:
                     self._cache.recycle_memory(region)
-                logger.warning("%s: %s; taking it from its agent", self._name, error)
-                # The agent may have offered this version already, while it was being broadcast.
-                self._watch_again()
+                self._leave_transfer(member, transfer, error)
                 return False
-            release = partial(self._cache.recycle_memory, region)
-            self._cache.put(
-                ReadyVersion(transfer.version, self._views.views_of_region(region), own=True, release=release)
-            )
+            if region is not None:
+                release = partial(self._cache.recycle_memory, region)
+                self._cache.put(
+                    ReadyVersion(transfer.version, self._views.views_of_region(region), own=True, release=release)
+                )
         return True
+
+    def _leave_transfer(self, member: BroadcastMember, transfer: Transfer, error: Exception) -> None:
+        member.decline_transfer(transfer)
+        logger.warning("%s: %s; taking it from its agent", self._name, error)
+        # The agent may have offered this version already, while it was being broadcast.
+        self._watch_again()
 
     def _watch_again(self) -> None:
         """End the channel: the next one is offered the newest version, even if that was skipped before."""
@@ -391,6 +412,106 @@ class WeightReceiver:
                 connection.submit(message, timeout_s=_CALL_TIMEOUT_S)
             except TransportError as error:
                 self._log_error(error)
+
+
+def _nowhere(_: Piece) -> None:
+    """Drop what arrives; a `Target`."""
+
+
+# The receiver of a rank of a model that several ranks share and none trains. The ranks compute together, so they
+# receive broadcasts between two of their computations: otherwise two communicators, the weights' and the model's own,
+# would be in flight on one device. All ranks make the same computations in the same order, and agree on the one after
+# which they receive: the last one that any of them has begun.
+#
+#     rank 0, engine     compute 7 ..... |  (waits) .................................... | compute 8
+#     rank 0, receiver     Transfer: begun 7 ...... agree: 7 | connect, ready, receive   |
+#     rank 1, engine     compute 6 ... | compute 7 ........... |  (waits) ................ | compute 8
+#     rank 1, receiver     Transfer: begun 6 . agree: 7 ..... | connect, ready, receive  |
+
+
+class _Computations:
+    """A rank's computations, numbered; the receiver's thread stops the engine's between two of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun = self._ended = 0
+        self._last: int | None = None  # the engine's thread begins none after this one; None: it may begin any
+        self._closed = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """In the engine's thread: one computation, which begins once it may."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._last is None or self._begun < self._last)
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
+
+    def stop(self) -> int:
+        """Let no further computation begin; return how many have begun. `go_on` must follow."""
+        with self._changed:
+            self._last = self._begun
+            return self._begun
+
+    def run_to(self, number: int, *, timeout_s: float) -> bool:
+        """Let computations begin and end up to this one; False: they did not in time, or the receiver closes."""
+        with self._changed:
+            self._last = number
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._closed or self._ended == number, timeout_s) and not self._closed
+
+    def go_on(self) -> None:
+        with self._changed:
+            self._last = None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class SharedReceiver(WeightReceiver):
+    """Of one rank of a model that several ranks share. The engine's thread makes every computation in which the ranks
+    take part together inside `computing`; all ranks make the same ones, in the same order.
+
+    Its arguments are those of `WeightReceiver`, with `whole=False` and, if it takes part in broadcasts, `together`: the
+    receivers of all ranks.
+    """
+
+    def __init__(
+        self, credentials: Credentials, agent: str, name: str, needs: Mapping[str, Need], **named: Any
+    ) -> None:
+        self._computations = _Computations()
+        super().__init__(credentials, agent, name, needs, whole=False, **named)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter while all ranks compute together; waits as long as a broadcast is received."""
+        return self._computations.computing()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Leave the agent; idempotent. `computing` waits for nothing any more."""
+        self._computations.close()
+        super().close(timeout_s)
+
+    def _receive_broadcast(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
+        begun = self._computations.stop()
+        try:
+            try:
+                last = member.agree_on_most(transfer, self._together, begun, timeout_s=self._timeout_s)
+                if not self._computations.run_to(last, timeout_s=self._timeout_s):
+                    raise WeightsLate(f"weights of {transfer.version}: the ranks did not end what they compute in time")
+                wait_for_device(self._device)  # its collectives have ended, not only been issued
+            except (RuntimeError, WeightSyncError) as error:
+                self._leave_transfer(member, transfer, error)
+                return False
+            return super()._receive_broadcast(connection, member, transfer)
+        finally:
+            self._computations.go_on()
 
 
 # Receivers of an engine whose ranks are separate processes: each has a receiver, and keeps its share of a version.
@@ -670,8 +791,8 @@ class RankReceiver(WeightReceiver):
         super().__init__(
             credentials, following.agent, name, following.needs,
             device=device, share=[each for each, owner in self._owners.items() if owner == rank],
-            arrived=self._report_newest, member=member, lead=following.lead, timeout_s=following.timeout_s,
-            timeline=self._last,
+            arrived=self._report_newest, member=member, together=self._names, lead=following.lead,
+            timeout_s=following.timeout_s, timeline=self._last,
         )  # fmt: skip
 
     def hold(self, version: Version) -> bool:
@@ -710,15 +831,13 @@ class RankReceiver(WeightReceiver):
     def _receive_broadcast(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
         if len(self._names) == 1:
             return super()._receive_broadcast(connection, member, transfer)
-        # Without one of the ranks there is no pause: the engine cannot wait for it.
-        if set(self._names) <= set(transfer.members):
-            self._pause.expect(transfer.version)
-            try:
-                self._pipe.write(_NEWS.pack(self._rank, *transfer.version, 0.0, _COMING))
-                if self._pause.await_pause(transfer.version, timeout_s=self._timeout_s):
-                    return super()._receive_broadcast(connection, member, transfer)
-            finally:
-                self._pause.end()
+        self._pause.expect(transfer.version)
+        try:
+            self._pipe.write(_NEWS.pack(self._rank, *transfer.version, 0.0, _COMING))
+            if self._pause.await_pause(transfer.version, timeout_s=self._timeout_s):
+                return super()._receive_broadcast(connection, member, transfer)
+        finally:
+            self._pause.end()
         member.decline_transfer(transfer)
         self._watch_again()  # the agent may have offered this version already
         return False

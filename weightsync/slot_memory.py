@@ -29,7 +29,7 @@ from asyncflow.device import pin
 from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.transport.channel import buffer_pool
 from asyncflow.transport.frame import create_memfd, open_memfd
-from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TensorSpec, TransferPlan
+from weightsync.plan import DTYPE_BYTES, Box, Bucket, Piece, TensorSpec, TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -400,35 +400,50 @@ class RegionLayout:
     """Where the tensors of a plan, or a share of them, lie; made once per plan.
 
     Args:
-        share: numbers of the tensors that have a place; None: all.
+        share: by number of a tensor, the box of it that has a place; None: all of every tensor.
     """
 
-    def __init__(self, plan: TransferPlan, share: Collection[int] | None = None) -> None:
+    def __init__(self, plan: TransferPlan, share: Mapping[int, Box] | None = None) -> None:
         self.plan = plan
         self._specs = tuple(plan.tensors.values())
         self._starts: dict[int, int] = {}
+        self._whole = share is None
+        self._boxes = dict(share or {})
         # Size of memory with this layout.
         self.num_bytes = 0
         for number, spec in enumerate(self._specs):
-            if share is None or number in share:
+            if share is None:
+                self._boxes[number] = Box.from_shape(spec.shape)
+            if number in self._boxes:
                 self._starts[number] = self.num_bytes
-                self.num_bytes += spec.room_bytes
+                self.num_bytes += TensorSpec(self._boxes[number].size, spec.dtype).room_bytes
 
-    def has_tensor(self, number: int) -> bool:
-        return number in self._starts
+    def box(self, number: int) -> Box | None:
+        """Return the box of a tensor that has a place; None: nothing of it has."""
+        return self._boxes.get(number)
 
     def piece_run(self, piece: Piece) -> tuple[int, int] | None:
-        """Return (first byte, bytes) of a piece that is one run of the region, else None."""
-        tensor = self._specs[piece.tensor]
-        run = piece.box.contiguous_run(tensor.shape)
+        """Return (first byte, bytes) of a piece that is one run of the region, else None; all of it has a place."""
+        held = self._boxes[piece.tensor]
+        run = self.relative_box(piece).contiguous_run(held.size)
         if run is None:
             return None
-        element_bytes = DTYPE_BYTES[tensor.dtype]
+        element_bytes = DTYPE_BYTES[self._specs[piece.tensor].dtype]
         return self._starts[piece.tensor] + run[0] * element_bytes, run[1] * element_bytes
 
+    def relative_box(self, piece: Piece) -> Box:
+        """Return a piece's box relative to what has a place of its tensor; all of it has."""
+        held = self._boxes[piece.tensor]
+        if self._whole:
+            return piece.box
+        inside = piece.box.relative_to(held)
+        assert inside is not None, f"{piece} is not in {held}"
+        return inside
+
     def tensor_extent(self, number: int) -> tuple[int, int]:
-        """Return (first byte, bytes) of a whole tensor."""
-        return self._starts[number], self._specs[number].num_bytes
+        """Return (first byte, bytes) of what has a place of a tensor."""
+        num_bytes = TensorSpec(self._boxes[number].size, self._specs[number].dtype).num_bytes
+        return self._starts[number], num_bytes
 
     def bucket_extents(self, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
         """Return the byte ranges (start, stop) of buckets, merged where they meet."""
@@ -455,17 +470,28 @@ class Region:
         self.layout = layout
 
     def view_tensor(self, number: int) -> Tensor:
-        """Return a view of a whole tensor, or one on device `meta` if it has no place."""
-        spec = self.layout.tensor_spec(number)
+        """Return a view of a tensor's box that has a place, or of the whole one on device `meta` if none has."""
+        spec, box = self.layout.tensor_spec(number), self.layout.box(number)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        if not self.layout.has_tensor(number):
+        if box is None:
             return torch.empty(spec.shape, dtype=dtype, device="meta")
         start, num_bytes = self.layout.tensor_extent(number)
-        return self._memory[start : start + num_bytes].view(dtype).view(spec.shape)
+        return self._memory[start : start + num_bytes].view(dtype).view(box.size)
 
     def view_piece(self, piece: Piece) -> Tensor:
-        """Return a view of a part of a tensor, in the box's shape."""
-        return self.view_tensor(piece.tensor)[piece.box.slices]
+        """Return a view of a part of a tensor, in the box's shape; all or nothing of it has a place."""
+        box = piece.box if self.layout.box(piece.tensor) is None else self.layout.relative_box(piece)
+        return self.view_tensor(piece.tensor)[box.slices]
+
+    def view_overlap(self, piece: Piece) -> tuple[tuple[slice, ...], Tensor] | None:
+        """Return which part of a piece has a place (slices of the piece), and a view of it; None: none has."""
+        held = self.layout.box(piece.tensor)
+        part = None if held is None else piece.box.overlap(held)
+        if part is None:
+            return None
+        within = part.relative_to(piece.box)
+        assert within is not None, "an overlap is inside both"
+        return within.slices, self.view_piece(Piece(piece.tensor, part))
 
     def view_matched(self, matched: Mapping[str, Piece]) -> dict[str, Tensor]:
         """Return what a receiver wants, by its own names; see `match_needs`."""

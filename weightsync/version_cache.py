@@ -7,9 +7,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from asyncflow.errors import EngineFailed, PlanError, TransportError, WeightsLate
 from asyncflow.transport.server import Connection
 from weightsync.messages import fetch_plan
-from weightsync.plan import Bucket, Need, Piece, buckets_of, match_needs
+from weightsync.plan import Box, Bucket, Need, Piece, buckets_of, match_needs
 from weightsync.slot_memory import Region, RegionLayout, private_memory
 from weightsync.version import Version
 
@@ -247,6 +248,16 @@ class VersionCache:
         return [one for one in dict.fromkeys(each) if one is not self._ready and one not in self._used]
 
 
+class _Matched(NamedTuple):
+    """An engine's needs in one plan."""
+
+    layout: RegionLayout  # of the agent's slots
+    matched: dict[str, Piece]
+    pieces: Sequence[Piece] | None  # see `EngineViews.pieces`
+    buckets: frozenset[int]  # that this process reads
+    own: RegionLayout  # of copies in this process's memory
+
+
 class EngineViews:
     """Which parts of a version an engine wants, under its own names; found once per plan.
 
@@ -260,7 +271,7 @@ class EngineViews:
         self._needs = needs
         self._whole = whole
         self._share = share
-        self._known: dict[str, tuple[RegionLayout, dict[str, Piece], frozenset[int], RegionLayout]] = {}
+        self._known: dict[str, _Matched] = {}
 
     def layout(self, digest: str, connection: Connection) -> RegionLayout:
         """Return a plan's layout, the same object every time; `connection` is to an agent that knows the plan.
@@ -274,13 +285,19 @@ class EngineViews:
                 needs = {name: Need(tensor.shape) for name, tensor in plan.tensors.items()}
             matched, layout = match_needs(plan, needs, whole=self._whole), RegionLayout(plan)
             read = list(matched.values()) if self._share is None else [matched[name] for name in self._share]
-            own = layout if self._share is None else RegionLayout(plan, {piece.tensor for piece in read})
-            self._known.setdefault(digest, (layout, matched, buckets_of(plan, read), own))
-        return self._known[digest][0]
+            partial = not self._whole or self._share is not None
+            own = RegionLayout(plan, _hulls(read)) if partial else layout
+            pieces = read if partial else None
+            self._known.setdefault(digest, _Matched(layout, matched, pieces, buckets_of(plan, read), own))
+        return self._known[digest].layout
 
     def own_layout(self, layout: RegionLayout) -> RegionLayout:
         """Return the layout of copies in this process's memory; `layout` comes from this object, as below."""
-        return self._known[layout.plan.digest()][3]
+        return self._known[layout.plan.digest()].own
+
+    def pieces(self, layout: RegionLayout) -> Sequence[Piece] | None:
+        """Return what this process needs of a version; None: all of it."""
+        return self._known[layout.plan.digest()].pieces
 
     def slot_extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
         """Return the byte ranges (start, stop) of a slot that this process reads."""
@@ -289,13 +306,22 @@ class EngineViews:
         )
 
     def reads_bucket(self, bucket: Bucket, layout: RegionLayout) -> bool:
-        return bucket.index in self._known[layout.plan.digest()][2]
+        return bucket.index in self._known[layout.plan.digest()].buckets
 
     def views_of_region(self, region: Region) -> dict[str, Tensor]:
         """Return the engine's views of a region; on device `meta` where the region has nothing."""
-        return region.view_matched(self._known[region.layout.plan.digest()][1])
+        return region.view_matched(self._known[region.layout.plan.digest()].matched)
 
 
 def _release(unused: Iterable[ReadyVersion]) -> None:
     for each in unused:
         each.release()
+
+
+def _hulls(pieces: Iterable[Piece]) -> dict[int, Box]:
+    """Return by tensor the smallest box that contains all of its pieces."""
+    hulls: dict[int, Box] = {}
+    for piece in pieces:
+        known = hulls.get(piece.tensor)
+        hulls[piece.tensor] = piece.box if known is None else known.hull(piece.box)
+    return hulls

@@ -223,27 +223,33 @@ class ChannelServer:
         if full:
             self._refuse_full(ask)
             return
+        channel = None
         try:
             channel = self._open_client_channel(ask)
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
             return
         finally:
-            with self._lock:
-                self._greeting -= 1
+            if channel is None:
+                with self._lock:
+                    self._greeting -= 1
         session = ChannelSession(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
         thread = threading.Thread(target=self._serve_channel, args=(channel, session), name=name, daemon=True)
         try:
             with self._lock:
-                # Checked and registered under one lock: either `close` sees this channel, or this sees the close.
+                # Checked and registered under one lock: either `close` sees this channel, or this sees the close; and
+                # the client counts at any time.
+                self._greeting -= 1
                 closed = self._closed.is_set()
                 if not closed:
-                    thread.start()
                     self._channels[session.number] = (channel, thread)
+                    thread.start()
                     self._serving = {each for each in self._serving if each.is_alive()} | {thread}
         except RuntimeError as error:  # out of threads: the client will connect again
             logger.warning("%s: %s is not served: %s", self._service, ask.client, error)
+            with self._lock:
+                self._channels.pop(session.number, None)
             channel.abort()
             return
         if closed:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _SUITE = ("-k", "vllm and not serve", "tests/engines/generating", "tests/vllm_engine/test_process.py", "tests/vendor")
+_TIMEOUT_S = 1800  # of a test; the suite's own deadline is for an idle machine
 _ASCEND = "npu"
 _ASK = "import vllm, torch, transformers; print(vllm.__version__, torch.__version__, transformers.__version__)"
 
@@ -31,12 +32,18 @@ def run(*, interpreters: Sequence[str], **_: int) -> dict[str, float]:
 
 
 def _suite(python: str) -> dict[str, str]:
-    """Return each test's result by its name."""
-    command = [python, "-m", "pytest", "-m", "", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", *_SUITE]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    sys.stderr.write(done.stdout[-2000:])
-    return dict(re.findall(r"^(tests/\S+::\S.*?) (PASSED|FAILED|ERROR)\b", done.stdout, re.M))
+    """Return each test's result by its name; what pytest says is printed as it comes."""
+    command = [python, "-u", "-m", "pytest", "-m", "", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore"]
+    lines = []
+    with subprocess.Popen(
+        [*command, f"--timeout={_TIMEOUT_S}", *_SUITE], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            lines.append(line)
+    return dict(re.findall(r"^(tests/\S+::\S.*?) (PASSED|FAILED|ERROR)\b", "".join(lines), re.M))
 
 
 def _failed(results: dict[str, str]) -> str:

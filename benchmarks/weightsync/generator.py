@@ -8,7 +8,7 @@ engine adopts what `load` gives it, as those on the CPU do. Between bursts it ta
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.weightsync.masters import WIRE, engine_digests
 from benchmarks.weightsync.raw_gloo import RawReceiver
 from benchmarks.weightsync.setup import AGENT, CPU, Setup, begin_process, obey
 from benchmarks.weightsync.spans import Span, Spans
-from weightsync.broadcast_group import BroadcastMember
+from weightsync.broadcast_group import BroadcastMember, Target
 from weightsync.messages import Transfer
 from weightsync.plan import Need, Piece, TransferPlan
 from weightsync.receiver import WeightReceiver
@@ -87,10 +87,16 @@ class NotingMember(BroadcastMember):
     came: Version | None = None
 
     def receive_version(
-        self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
+        self,
+        transfer: Transfer,
+        layout: RegionLayout,
+        target: Target,
+        *,
+        pieces: Sequence[Piece] | None = None,
+        timeout_s: float,
     ) -> None:
         """See `BroadcastMember`."""
-        super().receive_version(transfer, layout, target, timeout_s=timeout_s)
+        super().receive_version(transfer, layout, target, pieces=pieces, timeout_s=timeout_s)
         self.came = transfer.version
 
 

@@ -128,6 +128,26 @@ def check_gangs(config: RunConfig, gangs: Collection[GangSpec], node: int, *, de
                 raise ConfigError(f"{KEY}: {_text(python, roles[python])}: {problem}")
 
 
+def check_hosts(config: RunConfig, gangs: Collection[GangSpec], hosts: Mapping[int, str]) -> None:
+    """Refuse names of nodes that mean none of the role's, once all nodes have joined.
+
+    Args:
+        hosts: node -> its host's name; all nodes of the run.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for role, named in config.launcher.environments.items():
+        nodes = sorted({part for gang in gangs if gang.role == role for part in gang.parts})
+        known = {name for node in nodes for name in (str(node), hosts[node])}
+        for name in named if isinstance(named, dict) and nodes else ():
+            if name not in known:
+                places = ", ".join(f"{node} ({hosts[node]})" for node in nodes)
+                raise ConfigError(
+                    f"{KEY}: {role}: no node with a {role} is called {name!r}: it is on node {places}; correct it"
+                )
+
+
 def _check_nodes(config: RunConfig, gangs: Collection[GangSpec], node: int) -> None:
     """Refuse nodes that have no process of the role: on the node that was meant, it would have the launcher's
     interpreter. Names of other hosts are not known before all nodes have joined."""

@@ -18,6 +18,7 @@ import yaml
 
 from asyncflow.errors import ConfigError
 from launcher.config.load_config import flatten, read_yaml
+from launcher.config.paths import expand_home
 
 Found = dict[str, Any]
 """Their keys, dotted, and the values that a file gives."""
@@ -768,9 +769,10 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
 def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     files = _texts("data.train_files", get("data.train_files"))
     if len(files) == 1:
-        ours.set_value("data.path", str(Path(files[0]).expanduser()), "data.train_files")
+        ours.set_value("data.path", str(expand_home(files[0], "data.train_files")), "data.train_files")
     elif files:
-        ours.set_value("data.mixture", [{"path": str(Path(one).expanduser())} for one in files], "data.train_files")
+        paths = [str(expand_home(one, "data.train_files")) for one in files]
+        ours.set_value("data.mixture", [{"path": path} for path in paths], "data.train_files")
     else:
         ours.to_fill.append("data.path")
     ours.set_value("data.chat_template", True, "verl's prompts are lists of messages")
@@ -780,7 +782,7 @@ def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     held_out = _texts("data.val_files", get("data.val_files"))
     interval = get("trainer.test_freq")
     if held_out and interval and interval > 0:
-        ours.set_value("evaluate.path", str(Path(held_out[0]).expanduser()), "data.val_files")
+        ours.set_value("evaluate.path", str(expand_home(held_out[0], "data.val_files")), "data.val_files")
         ours.set_value("evaluate.interval", _whole("trainer.test_freq", interval), "trainer.test_freq")
         for one in held_out[1:]:
             ours.leave_out("data.val_files", one, "one file is evaluated")
@@ -791,7 +793,7 @@ def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     if path:
         if not isinstance(path, str):
             raise ConfigError(f"custom_reward_function.path: {path!r} cannot be used; give the path of a Python file")
-        place = Path(path).expanduser()
+        place = expand_home(path, "custom_reward_function.path")
         ours.set_value(
             "reward.function", f"{place.stem}:{function}", "custom_reward_function; verl's signature is served"
         )

@@ -22,14 +22,20 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
         raise ConfigError(f"{field}: {shown} is not a path; give one")
     if "\0" in text:
         raise ConfigError(f"{field}: {shown} holds a NUL character, which no path can; correct it")
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{field}: {shown}: no such user here; write the directory out") from error
+    path = expand_home(text, field)
     try:
         return (beside / path if beside is not None else path).resolve()
     except RuntimeError as error:  # from Python 3.13 an OSError, which callers expect of any path
         raise ConfigError(f"{field}: {shown} is a link that leads to itself; correct it") from error
+
+
+def expand_home(text: str, field: str) -> Path:
+    """Return a path with the home of its `~` or `~user`; raises ConfigError if there is no such user. `field`: its name
+    in errors."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{field}: {reprlib.repr(text)}: no such user here; write the directory out") from error
 
 
 def check_makeable(text: str, field: str) -> None:

@@ -149,7 +149,7 @@ class NodeHead:
             return self._members.ready_nodes()
 
     def choose_network(self, offered: Iterable[Network]) -> str:
-        """Return the first of the networks that all nodes are in; "": none."""
+        """Return the first of the networks in which all nodes reach each other; "": none."""
         with self._changed:
             return next((each.cidr for each in offered if self._members.are_in_network(each.cidr)), "")
 

@@ -23,7 +23,16 @@ from torch.distributed import DistError
 
 from asyncflow.clock import HostClock, RoundTrip
 from asyncflow.errors import TransportError, one_line
-from asyncflow.job import GLOO_INTERFACE, Job, address_towards, choose_interfaces, list_reached
+from asyncflow.job import (
+    GLOO_INTERFACE,
+    Job,
+    NetworkListeners,
+    address_towards,
+    choose_interfaces,
+    list_reached,
+    own_interface,
+    reached_everywhere,
+)
 from asyncflow.process import variables_set
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
@@ -40,6 +49,7 @@ from launcher.nodes.node_messages import (
     Pong,
     Ready,
     Refuse,
+    Welcome,
 )
 from launcher.process.job_store import JobStoreClient
 
@@ -75,19 +85,27 @@ class HeadLink:
             # Probe first: a store client would retry for long and print stack traces.
             socket.create_connection(where, _PROBE_TIMEOUT_S).close()
             hello.address = address_towards(job.store_host)
-            hello.networks = list_reached(job.networks, job.secret)
-            link = HeadLink(job, hello.rank, given_up)
-            answer = link._say_hello(hello)
+            places = [(cidr, own_interface(cidr)) for cidr in list_reached(job.networks, job.secret)]
+            listeners = NetworkListeners([(cidr, own[1]) for cidr, own in places if own is not None], job.secret)
+            hello.networks = list(listeners.networks)
+            try:
+                link = HeadLink(job, hello.rank, given_up, listeners)
+                answer = link._say_hello(hello)
+            except BaseException:
+                listeners.close()
+                raise
         except (OSError, DistError, TransportError) as error:
             raise TransportError(f"node 0 does not answer at {where[0]}:{where[1]} ({error})") from error
         if answer is not None or given_up.is_set():
             link._connection.close()
+            listeners.close()
             return answer or Refuse("another run began meanwhile", True)
         link._start_threads(inbox)
         return link
 
-    def __init__(self, job: Job, rank: int, given_up: threading.Event) -> None:
+    def __init__(self, job: Job, rank: int, given_up: threading.Event, listeners: NetworkListeners) -> None:
         self.job = job
+        self._listeners = listeners
         self.store = JobStoreClient(job.store_host, job.store_port, job.secret)
         self.clock = job.clock
         credentials = Credentials(self.store.open_client(), bytes.fromhex(job.secret))
@@ -118,6 +136,7 @@ class HeadLink:
         They may not while node 0 is stopped or its host is cut off.
         """
         self._closing.set()
+        self._listeners.close()
         self._outgoing.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -127,8 +146,10 @@ class HeadLink:
     def _say_hello(self, hello: Hello) -> Refuse | FinishRun | None:
         """Introduce this launcher and align its clock; return what prevented that, or None: it is a member now."""
         answer = self._ask(hello)
-        if isinstance(answer, Refuse):
-            return answer
+        if not isinstance(answer, Welcome):
+            told = isinstance(answer, Refuse | FinishRun)
+            return answer if told else Refuse(f"no answer to a hello, but {answer}", True)
+        networks = reached_everywhere([each.cidr for each in hello.networks], answer.others, self.job.secret)
         trips: list[RoundTrip] = []
         while len(trips) < _NUM_PINGS:
             answer = self._ask(Ping(time.monotonic()))
@@ -137,7 +158,7 @@ class HeadLink:
                 return answer if isinstance(answer, FinishRun) else Refuse(f"no answer to a ping, but {answer}", True)
             trips.append(RoundTrip(answer.asked, answer.arrived, answer.answered, heard))
         self.clock = HostClock.from_round_trips(trips)
-        self._ask(Ready(self.clock.host, self.clock.offset_s, time.time() - self.clock.now()))
+        self._ask(Ready(self.clock.host, self.clock.offset_s, time.time() - self.clock.now(), networks))
         return None
 
     def _start_threads(self, inbox: "SimpleQueue[Inbound]") -> None:

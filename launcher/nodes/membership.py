@@ -62,8 +62,9 @@ class Membership:
             reason = f"node {hello.rank} ({hello.host}): {obstacle}"
             self.obstacle = self.obstacle or reason
             return Refuse(reason, False)
+        others = [each for rank, entry in self._entries.items() if rank != hello.rank for each in entry.hello.networks]
         self._entries[hello.rank] = _Entry(token, hello)
-        return Welcome()
+        return Welcome(others)
 
     def ready(self, token: str, ready: Ready) -> bool:
         """Note that a launcher can start gangs; return whether it is a member."""
@@ -108,8 +109,14 @@ class Membership:
         ]
 
     def are_in_network(self, cidr: str) -> bool:
-        """Return whether every launcher reached node 0 in a network."""
-        return all(cidr in entry.hello.networks for entry in self._entries.values())
+        """Return whether all nodes reach each other in a network. Of two launchers, the one that said hello later tried
+        to reach the other one."""
+        return all(
+            cidr in [each.cidr for each in entry.hello.networks]
+            and entry.ready is not None
+            and cidr in entry.ready.networks
+            for entry in self._entries.values()
+        )
 
     def clock_warnings(self) -> list[str]:
         """Return a line for each node whose wall clock is wrong."""

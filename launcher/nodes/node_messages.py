@@ -14,6 +14,7 @@ node K                               node 0
 
 import msgspec
 
+from asyncflow.job import Network
 from launcher.process.run_events import GangExited, StopRequested
 
 
@@ -29,7 +30,7 @@ class Hello(msgspec.Struct, tag=True):
         device: kind of its devices, as PyTorch names it.
         num_devices: 0 for the CPU.
         complaint: why it cannot take part, or "".
-        networks: of those that node 0 offers (`Job.networks`), the ones that it reaches.
+        networks: of those that node 0 offers (`Job.networks`), the ones in which it reaches node 0, and answers.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class Hello(msgspec.Struct, tag=True):
     device: str
     num_devices: int
     complaint: str = ""
-    networks: list[str] = []
+    networks: list[Network] = []
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -57,11 +58,13 @@ class Ready(msgspec.Struct, tag=True):
         boot: names its host's monotonic clock.
         offset_s: node 0's unix time minus that clock (s).
         ahead_s: how far its wall clock is ahead of node 0's (s).
+        networks: those in which it reaches everybody that it was told of in `Welcome`, too.
     """
 
     boot: str
     offset_s: float
     ahead_s: float
+    networks: list[str] = []
 
 
 class NextOrder(msgspec.Struct, tag=True):
@@ -89,7 +92,9 @@ class Left(msgspec.Struct, tag=True):
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """The launcher is a member of the run."""
+    """The launcher is a member of the run. `others`: where those that said hello before it answer."""
+
+    others: list[Network] = []
 
 
 class Refuse(msgspec.Struct, tag=True):

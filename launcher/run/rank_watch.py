@@ -1,6 +1,7 @@
 """Finds ranks that are alive but make no progress, from the status that each reports twice a second. Pure.
 
     a rank works without progress longer than `operation_timeout_s`   it is stuck (while starting: `start_timeout_s`)
+    a rank starts for longer than `max_start_s`                       it is stuck in something without an end
     a rank says nothing for `silence_timeout_s`                       it is stuck in something that lets no thread run
     all ranks wait for longer than `deadlock_timeout_s`               the run is stuck; the longest wait is named
 
@@ -23,7 +24,8 @@ class RankWatch:
     """Looks at every status; one instance per run.
 
     Args:
-        start_timeout_s: longest start of a rank (s).
+        start_timeout_s: longest time without progress of a rank that starts (s).
+        max_start_s: longest start of a rank (s).
         operation_timeout_s: longest time without progress of a rank that works (s).
         silence_timeout_s: longest time without a report (s).
         deadlock_timeout_s: longest time in which all ranks wait (s).
@@ -33,21 +35,25 @@ class RankWatch:
         self,
         *,
         start_timeout_s: float,
+        max_start_s: float,
         operation_timeout_s: float,
         silence_timeout_s: float,
         deadlock_timeout_s: float,
     ) -> None:
         self._start_timeout_s = start_timeout_s
+        self._max_start_s = max_start_s
         self._operation_timeout_s = operation_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._deadlock_timeout_s = deadlock_timeout_s
         self._monitor: HeartbeatMonitor[Place] = HeartbeatMonitor(_LONGEST_LOOK_S)
         self._last: dict[Place, float] = {}  # when each rank wrote its last status, by its own clock
+        self._starting: dict[Place, float] = {}  # since when ranks that start again do, by this host's clock
 
     def forget_gang(self, gang: str) -> None:
         """Drop the statuses of a gang that ended or starts again."""
         for place in [place for place in self._last if place[0] == gang]:
             del self._last[place]
+            self._starting.pop(place, None)
             self._monitor.forget(place)
 
     def find_stuck_ranks(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
@@ -71,6 +77,7 @@ class RankWatch:
                 self._monitor.hear((gang, rank), now)
                 silences[gang, rank] = 0.0
             silent_s = silences[gang, rank]
+            start_s = 0.0 if status.at_work else now - self._starting.setdefault((gang, rank), now)
             if silent_s > self._silence_timeout_s:
                 why = f"no sign of life for {silent_s:.0f} s; last: {status.state}"
                 stuck.append((silent_s, RankStuck(gang, rank, why)))
@@ -78,6 +85,10 @@ class RankWatch:
                 doing = f"{status.state} {status.detail}".rstrip()
                 why = f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"
                 stuck.append((status.idle_s + silent_s, RankStuck(gang, rank, why)))
+            elif start_s > self._max_start_s:
+                stuck.append(
+                    (start_s, RankStuck(gang, rank, f"still starting after {start_s:.0f} s (launcher.max_start_s)"))
+                )
             elif workers[gang] or not status.waits:  # others also wait for a service that is busy
                 waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:

@@ -21,6 +21,7 @@ from asyncflow.clock import HostClock
 from asyncflow.job import INTERFACE_VARIABLES, GangSpec, Job, OfferedNetworks, choose_interfaces, own_name
 from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from launcher.checks.environments import check_hosts
 from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace, save_time_left_s
@@ -166,6 +167,8 @@ def run_job(
             finish = nodes.gather(
                 config.launcher.start_timeout_s, version_bytes=version_bytes, say=progress.print_event
             )
+            if finish is None and nodes.job.nodes:
+                check_hosts(config, gangs, {node.rank: node.host for node in nodes.job.nodes})
             if nodes.job.network:  # a fork server that is started again inherits it
                 choose_interfaces(store.host, nodes.job.network, as_set)
                 os.environ.update({name: as_set[name] for name in INTERFACE_VARIABLES})
@@ -262,6 +265,7 @@ class _Run:
             ),
             start_timeout_s=config.start_timeout_s,
             start_timeout_key=config.start_timeout_key,
+            max_start_s=own.max_start_s,
             evaluate_timeout_s=config.evaluate.timeout_s,
             stop_timeout_s=own.stop_timeout_s,
             reference_follows=bool(config.algorithm.ref_update_interval),
@@ -270,6 +274,7 @@ class _Run:
         # A run that waits for processes outside may wait as long as those take, which is no deadlock.
         self._watch = RankWatch(
             start_timeout_s=config.start_timeout_s,
+            max_start_s=own.max_start_s,
             operation_timeout_s=own.operation_timeout_s,
             silence_timeout_s=own.silence_timeout_s,
             deadlock_timeout_s=math.inf if config.waits_for_others else own.deadlock_timeout_s,

@@ -226,7 +226,8 @@ class Supervisor:
     """State of one run; see the module.
 
     Args:
-        start_timeout_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the configuration.
+        start_timeout_s, max_start_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the
+            configuration.
         start_timeout_key: the setting that the first comes from.
         reference_follows: the reference's weights are earlier ones of the policy.
         external: gangs that the user starts, so the launcher cannot restart them.
@@ -238,6 +239,7 @@ class Supervisor:
         *,
         restarts: RestartBudget,
         start_timeout_s: float,
+        max_start_s: float,
         evaluate_timeout_s: float,
         stop_timeout_s: float,
         start_timeout_key: str = "launcher.start_timeout_s",
@@ -248,6 +250,8 @@ class Supervisor:
         self._restarts = restarts
         self._start_timeout_s = start_timeout_s
         self._start_timeout_key = start_timeout_key
+        self._max_start_s = max_start_s
+        self._start_s = min(start_timeout_s, max_start_s)  # that the start has been given
         self._evaluate_timeout_s = evaluate_timeout_s
         self._stop_timeout_s = self._stop_s = stop_timeout_s
         self._reference_follows = reference_follows
@@ -275,7 +279,7 @@ class Supervisor:
 
     def start(self) -> list[Instruction]:
         """Return the first instructions; the caller starts every gang with attempt 0."""
-        return [SetPhase(Phase.RUN), Arm(RunTimer.START, self._start_timeout_s)]
+        return [SetPhase(Phase.RUN), Arm(RunTimer.START, self._start_s)]
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take in one event and return the instructions that follow; none after `Finish`."""
@@ -445,10 +449,14 @@ class Supervisor:
                 return self._start_again(event.gang)
             case RunTimer.KILL if event.gang in self._stuck:
                 return [KillGang(event.gang)]
-            case RunTimer.START if not self._all_ready and self._phase is Phase.RUN and event.more_s > 0:
-                return [Arm(RunTimer.START, event.more_s)]
             case RunTimer.START if not self._all_ready and self._phase is Phase.RUN:
+                more_s = min(event.more_s, self._max_start_s - self._start_s)
+                if more_s > 0:
+                    self._start_s += more_s
+                    return [Arm(RunTimer.START, more_s)]
                 text = f"no progress for {self._start_timeout_s:g} s of its start ({self._start_timeout_key})"
+                if event.more_s > 0:
+                    text = f"still starting after {self._max_start_s:g} s (launcher.max_start_s)"
                 cause = f"the last failure: {self._last_failure}" if self._last_failure else "see logs/"
                 return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; {cause}")
             case RunTimer.EVALUATE if self._phase is Phase.EVALUATE:

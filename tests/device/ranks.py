@@ -244,6 +244,13 @@ def broadcast(device: torch.device, rank: int, num_ranks: int, directory: Path) 
     return follow(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
 
 
+def stages(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """See `broadcast_mode`."""
+    from tests.device.broadcast_mode import stages
+
+    return stages(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
+
+
 def ahead(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Copy page-locked tensors ahead of their use, each into memory that an earlier one has left."""
     sources = [torch.full((1 << 12,), float(k)) for k in range(24)]
@@ -279,6 +286,7 @@ def _contexts(device: torch.device) -> list[int]:
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps,
     "megatron": megatron, "memory": memory, "broadcast": broadcast, "rows": rows, "paused": paused, "ahead": ahead,
+    "stages": stages,
 }  # fmt: skip
 
 

@@ -267,7 +267,7 @@ def test_weights_are_broadcast_over_such_a_backend(rude: Rude, job: Job) -> None
     member = BroadcastMember(job.credentials.group_store(DEADLINE_S), "rollout-0", CPU)
 
     def receive(transfer: Transfer) -> None:
-        member.receive_version(transfer, LAYOUT, region.view_piece, timeout_s=10 * STALL_S)
+        member.receive_version(transfer, LAYOUT, region.view_overlap, timeout_s=10 * STALL_S)
 
     run_both(sender, job.join("rollout-0"), receive)
     assert torch.equal(region.view_tensor(0), SHARD.values)
@@ -377,10 +377,10 @@ def test_a_sender_that_dies_in_a_transfer_costs_the_deadline(rude: Rude, job: Jo
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send_nothing)
         with pytest.raises(WeightSyncError, match=r"step 1: broadcast broke \(the communicator was aborted\)"):
-            alive.receive_version(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
+            alive.receive_version(transfer, LAYOUT, lambda _: None, timeout_s=3.0)
         sending.result(DEADLINE_S)
     with pytest.raises(WeightSyncError, match="epoch epoch is broken already"):
-        alive.receive_version(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=3.0)
+        alive.receive_version(transfer, LAYOUT, lambda _: None, timeout_s=3.0)
 
 
 class Recorded:

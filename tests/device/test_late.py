@@ -57,6 +57,17 @@ def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) ->
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_of_a_divided_copy_are_in_the_group_of_their_stage_alone(run: Run, schedule: str) -> None:
+    """A group per stage of the trainer, one after the other, and none beside a collective of the copy."""
+    _, _, generator, *copy = run("stages", schedule, num_ranks=5)
+    assert all(said["came"] >= 3 and not said["wrong"] for said in (generator, *copy))
+    assert [said["groups"] for said in (generator, *copy)] == [2, 1, 1]
+    assert [said["bytes"] for said in copy] == [generator["bytes"] // 2] * 2
+    assert [said["in_flight"] for said in (generator, *copy)] == [0, 0, 0]
+    assert min(said["computed"] for said in copy) > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_generator_of_two_ranks_has_no_collective_in_flight_in_a_broadcast(run: Run, schedule: str) -> None:
     _, said = run("paused", schedule, num_ranks=2)
     assert min(said["came"]) >= 3

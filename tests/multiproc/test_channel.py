@@ -1,9 +1,10 @@
 """Channels between real processes: what travels, who is refused, what a death does."""
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -313,6 +314,35 @@ def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Creden
         first.close()
         serving.join(10)
         Connection(credentials, "here", "third", Pong).close()
+    finally:
+        server.close()
+
+
+def test_client_counts_from_its_greeting_until_it_leaves(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, counts = threading.Event(), []
+    start = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("serve-"):  # whoever registers it afterwards is too late
+            served.wait(10)
+
+    def numbers() -> Iterator[int]:
+        counts.append(server._greeting + len(server._channels))
+        yield 0
+
+    echo = Echo()
+    server = ChannelServer(credentials, "here", Ping, echo)
+    server._numbers = numbers()  # type: ignore[assignment]
+    monkeypatch.setattr(threading.Thread, "start", late)
+    try:
+        with contextlib.closing(Connection(credentials, "here", "first", Pong)) as first:
+            first.call_service(Ping("hello"), timeout_s=10)
+            counts.append(len(server._channels))
+            served.set()
+        assert counts == [1, 1]
     finally:
         server.close()
 

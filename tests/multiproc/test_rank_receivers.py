@@ -1,4 +1,5 @@
-"""Engines whose ranks receive by themselves: all load one version, of which each keeps a share."""
+"""Engines whose ranks receive by themselves: all load one version, of which each keeps a share. Ranks of a divided copy
+receive between two computations."""
 
 import itertools
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from echo_peers import SECRET, credentials
-from rank_peers import NUM_RANKS, Ranks
+from rank_peers import NUM_RANKS, Ranks, shared_rank
 from torch.distributed import TCPStore
 from waiting import wait_until
 from weight_run import WeightRun, ask, ask_all, steps
@@ -181,3 +182,108 @@ def test_engine_whose_rank_is_killed_in_a_broadcast_fails_and_its_successor_goes
     successor = open_user()
     successor.load(newest)
     broadcast_until_all_take_part(weight_run, successor, versions)
+
+
+@pytest.fixture(name="start_copy")
+def _start_copy(weight_run: WeightRun) -> Callable[..., list[Any]]:
+    weight_run.configure(broadcast=True, timeout_s=DEADLINE_S, wide=100, bucket_bytes=2**12)
+
+    def start(*, every: int = 1, life: int = 0) -> list[Any]:
+        ranks = [weight_run._start(shared_rank, rank, weight_run.setup, every, life) for rank in range(NUM_RANKS)]
+        assert [rank.hear() for rank in ranks] == ["ready"] * NUM_RANKS
+        return ranks
+
+    return start
+
+
+def broadcast_until_all_received(run: WeightRun, ranks: list[Any], generator: Any, versions: Any) -> Version:
+    """Publish until the copy's ranks took part in as many transfers as before and one more."""
+    before = [len(noted["broadcasts"]) for noted in ask_all(ranks, "noted")]
+    for version in versions:
+        run.publish(version, wait=False)
+        assert ask(generator, "load_from", version) == (version, True)
+        assert ask_all(ranks, "load", version.step) == [(version, True)] * NUM_RANKS
+        if all(len(noted["broadcasts"]) > was for noted, was in zip(ask_all(ranks, "noted"), before, strict=True)):
+            return Version(*version)
+    raise AssertionError("no version was broadcast to all ranks")
+
+
+@pytest.mark.gate
+def test_ranks_of_a_divided_copy_receive_their_parts_between_two_computations(
+    weight_run: WeightRun, start_copy: Callable[..., list[Any]]
+) -> None:
+    (generator,) = weight_run.start_node("rollout-0")
+    ranks, versions = start_copy(), iter(steps(1, 40))
+    broadcast_until_all_received(weight_run, ranks, generator, versions)
+    first = ask_all(ranks, "noted")
+    for version in itertools.islice(versions, 3):
+        weight_run.publish(version, wait=False)
+        assert ask_all(ranks, "load", version.step) == [(version, True)] * NUM_RANKS
+    noted = ask_all(ranks, "noted")
+    assert noted[0]["broadcasts"] == noted[1]["broadcasts"], "all ranks receive after the same computation"
+    assert all(began == ended for began, ended in noted[0]["broadcasts"]), "and compute nothing meanwhile"
+    assert noted[0]["computed"] > first[0]["computed"] > 0
+    assert all(0 < max(each["copies"]) < 0.6 * weight_run.plan().region_bytes for each in noted)
+    assert ask_all(ranks, "end") == ["closed"] * NUM_RANKS
+    weight_run.end(generator)
+
+
+def test_a_copy_that_takes_every_third_version_is_waited_for_at_these_alone(
+    weight_run: WeightRun, start_copy: Callable[..., list[Any]]
+) -> None:
+    (generator,) = weight_run.start_node("rollout-0")
+    ranks = start_copy(every=3)
+    for version in steps(1, 18):
+        weight_run.publish(version, wait=False)
+        assert ask(generator, "load_from", version) == (version, True)
+        if version.step % 3 == 0:
+            assert ask_all(ranks, "load", version.step) == [(version, True)] * NUM_RANKS
+    noted = ask_all(ranks, "noted")
+    assert 3 <= len(noted[0]["broadcasts"]) <= 6
+    assert noted[0]["broadcasts"] == noted[1]["broadcasts"]
+    # The generator alone, and with the ranks; before, each of them may have come by itself.
+    assert ask(generator, "groups_built") <= 4
+    assert ask_all(ranks, "end") == ["closed"] * NUM_RANKS
+
+
+def test_a_rank_of_a_copy_that_is_killed_in_a_broadcast_costs_a_deadline_and_its_successors_take_part(
+    weight_run: WeightRun, start_copy: Callable[..., list[Any]]
+) -> None:
+    weight_run.configure(wide=4000, bucket_bytes=2**18)
+    (generator,) = weight_run.start_node("rollout-0")
+    ranks, versions = start_copy(), iter(steps(1, 60))
+    broadcast_until_all_received(weight_run, ranks, generator, versions)
+    assert ask(ranks[1], "stop_in_broadcast") == "will stop"
+    newest = next(versions)
+    for trainer in weight_run.trainers:
+        trainer.tell(("publish", newest))
+    assert ranks[1].hear() == "midway"
+    ranks[1].kill()
+    assert all(max(trainer.hear()) < 2 * DEADLINE_S + SLACK_S for trainer in weight_run.trainers)
+    assert ask(generator, "load_from", newest) == (newest, True)
+    # The other rank is alone, and nobody waits for it.
+    for newest in itertools.islice(versions, 2):
+        held_up = [max(each) for each in ask_all(weight_run.trainers, "publish", newest)]
+        assert ask(generator, "load_from", newest) == (newest, True)
+    assert max(held_up) < DEADLINE_S
+    ranks[0].kill()
+    successors = start_copy(life=1)
+    assert ask_all(successors, "load", newest.step) == [(newest, True)] * NUM_RANKS, "from the agent"
+    broadcast_until_all_received(weight_run, successors, generator, versions)
+
+
+def test_ranks_of_which_one_computes_too_long_take_the_version_from_their_agent(
+    weight_run: WeightRun, start_copy: Callable[..., list[Any]]
+) -> None:
+    (generator,) = weight_run.start_node("rollout-0")
+    ranks, versions = start_copy(), iter(steps(1, 40))
+    broadcast_until_all_received(weight_run, ranks, generator, versions)
+    ranks[1].signal(signal.SIGSTOP)
+    newest = next(versions)
+    held_up = [max(each) for each in ask_all(weight_run.trainers, "publish", newest)]
+    assert max(held_up) < 2 * DEADLINE_S + SLACK_S
+    assert ask(generator, "load_from", newest) == (newest, True)
+    assert ask(ranks[0], "load", newest.step) == (newest, True)
+    ranks[1].signal(signal.SIGCONT)
+    assert ask(ranks[1], "load", newest.step) == (newest, True)
+    broadcast_until_all_received(weight_run, ranks, generator, versions)

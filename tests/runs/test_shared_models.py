@@ -42,3 +42,17 @@ def test_a_run_with_shared_models_is_that_of_whole_ones(tmp_path: Path) -> None:
                 one,
                 other,
             )
+
+
+def test_ranks_of_shared_models_receive_broadcasts_and_the_run_is_that_of_whole_ones(tmp_path: Path) -> None:
+    follows = "algorithm.ref_update_interval=2"  # the reference of step 3 is the policy after step 2
+    whole = figures(tmp_path, "whole", 1, follows)
+    shared = figures(
+        tmp_path, "shared", 2, "ref.engine=fsdp", "ref.shards=2", "reward.model.shards=2", follows,
+        "weightsync.path=broadcast", "weightsync.timeout_s=120",
+    )  # fmt: skip
+    for one, other in zip(whole, shared, strict=True):
+        assert all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(one, other, strict=True))
+    for rank in (f"{gang}-0-{rank}" for gang in ("actor_fwd", "ref") for rank in range(2)):
+        spans = command.lines(tmp_path / "shared" / "timeline" / f"{rank}.jsonl")
+        assert 2 in [span.get("version") for span in spans if span.get("name") == "receive weights"], rank

@@ -1,5 +1,6 @@
 """Saving and restoring by one rank, beside what it computes: what is saved, what waits, what a failed save leaves."""
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,28 @@ def test_meta_lists_every_file_with_its_checksum(run_dir: Path) -> None:
     assert ["meta.json", *sorted(meta.files)] == sorted(files_below(path), key=lambda name: (name != "meta.json", name))
     assert {"config.yaml", "dcp/.metadata", "dcp/__0_0.distcp", "rng/rank_0.safetensors"} == meta.files.keys()
     assert damages(path, meta.files) == {}
+
+
+def test_two_that_write_meta_at_the_same_time_leave_one_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export, and a run that was resumed meanwhile."""
+    first, second = (
+        CheckpointMeta(step=step, lineage=0, model_fingerprint="", data_hash="", num_ranks=1, saved_at=0.0, files={})
+        for step in (1, 2)
+    )
+    sync = os.fsync
+
+    def meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        second.write(tmp_path)
+        assert CheckpointMeta.read(tmp_path) == second
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    first.write(tmp_path)
+    assert CheckpointMeta.read(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
 
 
 def test_saved_is_the_state_of_its_step_although_training_goes_on(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from asyncflow import job as network
 from asyncflow.errors import ConfigError
 from asyncflow.job import (
+    NetworkListeners,
     OfferedNetworks,
     address_to_listen_on,
     address_towards,
@@ -18,6 +19,7 @@ from asyncflow.job import (
     interface_towards,
     link_speed,
     list_reached,
+    reached_everywhere,
 )
 from asyncflow.sealed_store import connect_store, serve_store
 
@@ -137,6 +139,25 @@ def test_faster_network_counts_where_the_other_node_reaches_it(
     own_addresses(monkeypatch, ib0="127.2.0.2")
     offered.close()
     assert list_reached(offered.networks, SECRET, {}) == []
+
+
+def test_a_network_in_which_one_of_the_others_is_not_reached_is_left_out(
+    interfaces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_addresses(monkeypatch, eth0="127.1.0.3", ib0="127.2.0.3")
+    cidrs = ["127.1.0.0/16", "127.2.0.0/16"]
+    earlier = [
+        NetworkListeners([(cidr, f"127.{net}.0.{node}") for net, cidr in enumerate(cidrs, start=1)], SECRET)
+        for node in (1, 2)
+    ]
+    others = [each for listeners in earlier for each in listeners.networks]
+    assert reached_everywhere(cidrs, others, SECRET) == cidrs
+    assert reached_everywhere(cidrs, [], SECRET) == cidrs
+    gone = NetworkListeners([("127.2.0.0/16", "127.2.0.4")], SECRET)
+    gone.close()
+    assert reached_everywhere(cidrs, [*others, *gone.networks], SECRET) == cidrs[:1]
+    for listeners in earlier:
+        listeners.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Which weights are the reference of a step."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +49,9 @@ class LateReceiver:
         return self.newest
 
     def drop(self) -> None: ...
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def test_reference_that_comes_late_reads_what_another_one_wrote(

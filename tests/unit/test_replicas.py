@@ -1,6 +1,7 @@
 """Ranks that share rows: over what their rows travel."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from asyncflow.errors import TransportError
-from tq.client.dataloader import Replica
+from tq.client.dataloader import DeviceRoute, Replica
 from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from workers.rank import peers as replicas
@@ -63,6 +64,26 @@ def test_from_device_to_device_they_take_the_groups_of_the_engine(
     assert replica.route is not None
     assert (replica.route.groups, replica.route.device, replica.in_program_order) == ((groups,), CUDA, True)
     assert [device for device, *_ in connected] == ["cpu"], "it makes no communicator of its own"
+
+
+def test_rows_travel_between_devices_inside_of_what_the_caller_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+    entered = False
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        nonlocal entered
+        entered = True
+        yield
+        entered = False
+
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: inside.append(entered))
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0])
+    groups: Any = ("first", "second")
+    host = torch.arange(16, dtype=torch.uint8)
+    route = DeviceRoute(groups, torch.device("cpu"), computing)
+    assert route.carry(host, sends=True) is host
+    assert (inside, entered) == ([True, True], False)
 
 
 def test_stages_distribute_rows_by_themselves(connected: list[Any]) -> None:

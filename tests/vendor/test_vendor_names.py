@@ -98,7 +98,7 @@ def test_pinned_versions_are_among_those_that_we_allow_and_stand_in_the_table(na
         assert pin is None or requirement.specifier.contains(pin), f"{text}: {pin}"
     page = (ROOT / "docs" / "devices.md").read_text()
     assert not [f"{package} {version}" for package, version in pins.items() if version not in page]
-    assert extras["npu"] == extras["ascend"]
+    assert extras["npu"] == [f"{PROJECT['name']}[ascend]"]
 
 
 def test_our_requirements_allow_what_vllm_ascend_asks_for() -> None:

@@ -19,7 +19,8 @@ made by the caller's thread.
 import random
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -101,14 +102,17 @@ class DeviceRoute:
 
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
+    # Entered around the broadcasts, where something else may use the device between them.
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def carry(self, host: Tensor, *, sends: bool) -> Tensor:
         """Return rank 0's buffer, uint8 in host memory of a size that 8 divides; elsewhere `host` is only its size."""
         words = host.view(torch.int64)  # a type that every vendor's collectives have
-        there = to_device([words], self.device)[0] if sends else torch.empty_like(words, device=self.device)
-        for group in self.groups:
-            dist.broadcast(there, src=dist.get_process_group_ranks(group)[0], group=group)
-        return host if sends else there.cpu().view(torch.uint8)
+        with self.computing():
+            there = to_device([words], self.device)[0] if sends else torch.empty_like(words, device=self.device)
+            for group in self.groups:
+                dist.broadcast(there, src=dist.get_process_group_ranks(group)[0], group=group)
+            return host if sends else there.cpu().view(torch.uint8)
 
 
 class Replica:

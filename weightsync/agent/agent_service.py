@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -358,8 +358,12 @@ class PeerLink:
 #     receivers  JoinBroadcast (parks) .... Transfer(epoch, members) -> group, broadcast -> JoinBroadcast (parks) ...
 #     trainer    .. BeginBroadcast (parks)  Transfer(epoch, members) -> group, broadcast
 #
-# A group is built once per epoch. An epoch ends when a member joins, leaves, is late or reports a broken group, and
-# when the trainer is another process.
+# A group is built once per epoch. Another trainer, a member that joins or leaves, or a group that is reported as broken
+# end all epochs. While the members are the same, there is an epoch for all of them, and one for those that take part
+# without the ones that want later versions only.
+
+
+_KEPT_EPOCHS = 2
 
 
 @dataclass(frozen=True)
@@ -371,6 +375,13 @@ class _Begin:
     deadline: float
 
 
+@dataclass(frozen=True)
+class _Member:
+    name: str
+    least: Version | None
+    together: frozenset[str]
+
+
 @dataclass
 class BroadcastRounds:
     """The broadcasts of one lead agent."""
@@ -378,18 +389,29 @@ class BroadcastRounds:
     # Tells this agent's epochs from those of its predecessor.
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     _number: int = 0
-    _members: dict[object, str] = field(default_factory=dict)
+    # By the sessions of the members; the last one used at the end.
+    _epochs: dict[frozenset[object], str] = field(default_factory=dict)
+    _members: dict[object, _Member] = field(default_factory=dict)
     _ready: dict[object, object] = field(default_factory=dict)
     _begin: _Begin | None = None
     _trainer: object = None
 
-    def join(self, call: object, session: object, name: str, broken: str) -> list[tuple[object, Transfer]]:
-        """A receiver is ready; return the calls to answer. `broken`: the epoch whose group broke, or ""."""
-        for former in [each for each, other in self._members.items() if other == name and each != session]:
+    def join(
+        self,
+        call: object,
+        session: object,
+        name: str,
+        broken: str,
+        *,
+        least: Version | None = None,
+        together: Iterable[str] = (),
+    ) -> list[tuple[object, Transfer]]:
+        """A receiver is ready; return the calls to answer. See `JoinBroadcast`."""
+        for former in [each for each, other in self._members.items() if other.name == name and each != session]:
             self._remove_member(former)  # it came back before its old channel was seen to end
         if session not in self._members:
-            self._members[session] = name
-            self._number += 1
+            self._epochs.clear()
+        self._members[session] = _Member(name, least, frozenset(together))
         self._break_group(broken)
         self._ready[session] = call
         return self._start_if_ready()
@@ -401,7 +423,7 @@ class BroadcastRounds:
         self._break_group(broken)
         if session != self._trainer:  # a new process has no group yet
             self._trainer = session
-            self._number += 1
+            self._epochs.clear()
         self._begin = _Begin(call, session, version, plan, deadline)
         return self._start_if_ready()
 
@@ -415,30 +437,52 @@ class BroadcastRounds:
         """Time passed: a broadcast past its deadline starts without late members."""
         if self._begin is None or self._begin.deadline > now:
             return []
-        for session in [each for each in self._members if each not in self._ready]:
-            self._remove_member(session)
+        for session in self._list_takers(self._begin.version):
+            if session not in self._ready:
+                self._remove_member(session)
         return self._start_if_ready()
-
-    @property
-    def _epoch(self) -> str:
-        return f"{self.token}.{self._number}"
 
     def _remove_member(self, session: object) -> None:
         self._ready.pop(session, None)
         if self._members.pop(session, None) is not None:
-            self._number += 1
+            self._epochs.clear()
 
     def _break_group(self, epoch: str) -> None:
-        if epoch == self._epoch:
-            self._number += 1
+        if epoch in self._epochs.values():
+            self._epochs.clear()  # who left one group has left all
+
+    def _list_takers(self, version: Version) -> list[object]:
+        """Return the sessions of the members that take part for a version, ready or not."""
+        interested = {
+            session: member
+            for session, member in self._members.items()
+            if member.least is None or member.least <= version
+        }
+        names = {member.name for member in interested.values()}
+        # Ranks that share a model pause together, so without one of them the others cannot take part, either.
+        return [session for session, member in interested.items() if member.together <= names]
 
     def _start_if_ready(self) -> list[tuple[object, Transfer]]:
-        if self._begin is None or len(self._ready) < len(self._members):
+        begin = self._begin
+        takers = [] if begin is None else self._list_takers(begin.version)
+        if begin is None or any(session not in self._ready for session in takers):
             return []
-        begin, self._begin = self._begin, None
-        ready, self._ready = self._ready, {}
-        transfer = Transfer(self._epoch, begin.version, sorted(self._members.values()), begin.plan)
-        return [(call, transfer) for call in (begin.call, *ready.values())]
+        self._begin = None
+        calls = [begin.call, *(self._ready.pop(session) for session in takers)]
+        names = sorted(self._members[session].name for session in takers)
+        epoch = self._choose_epoch(frozenset(takers))
+        transfer = Transfer(epoch, begin.version, names, begin.plan, list(self._epochs.values()))
+        return [(call, transfer) for call in calls]
+
+    def _choose_epoch(self, sessions: frozenset[object]) -> str:
+        epoch = self._epochs.pop(sessions, None)
+        if epoch is None:
+            self._number += 1
+            epoch = f"{self.token}.{self._number}"
+        self._epochs[sessions] = epoch
+        while len(self._epochs) > _KEPT_EPOCHS:
+            del self._epochs[next(iter(self._epochs))]
+        return epoch
 
 
 _TICK_S = 0.1
@@ -613,8 +657,9 @@ class WeightAgent:
                 return state.watch_peer(call, session, revision)
             case AskSwap(wait_s):
                 return state.ask_swap(call, session, time.monotonic() + wait_s if wait_s > 0 else None)
-            case JoinBroadcast(broken):
-                return _answers(self._rounds.join(call, session, session.client, broken))
+            case JoinBroadcast(broken, least, together):
+                joined = self._rounds.join(call, session, session.client, broken, least=least, together=together)
+                return _answers(joined)
             case BeginBroadcast(version, digest, broken, wait_s):
                 if state.plan(digest) is None:
                     return [

@@ -149,9 +149,13 @@ def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = 
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
         sent = trained if config.sends_adapter else model.num_parameters
-        for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with one version while the next one arrives
-            divided = config.ranks_per_copy("rollout") if role == "rollout" else 1
-            roles[role]["next version"] = wire * sent // divided
+        # They compute with one version while the next one arrives.
+        if "rollout" in roles:
+            roles["rollout"]["next version"] = wire * sent // config.ranks_per_copy("rollout")
+        for role in {"actor_fwd", "ref"} & roles.keys():
+            if role == "actor_fwd" or config.algorithm.ref_update_interval:
+                whole = wire * roles[role]["weights"] // copy
+                roles[role]["next version"] = wire * sent if config.sends_adapter else whole  # ranks have all of it
     return {role: parts | every for role, parts in roles.items()}
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
@@ -11,7 +12,7 @@ from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import WeightsLate
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastMember
 from weightsync.plan import Need, ShardSpec, plan_transfer
-from weightsync.receiver import RanksEngine, RanksReceiver, WeightReceiver
+from weightsync.receiver import RanksEngine, RanksReceiver, SharedReceiver, WeightReceiver
 from weightsync.sender import Shard, WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import GenerateEngine
@@ -52,6 +53,7 @@ def open_receiver(
     arrived: Callable[[], None] = lambda: None,
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
+    least: Callable[[], Version] | None = None,
     best_effort: bool = False,
     keeps_on_host: bool = False,
     whole: bool = True,
@@ -62,25 +64,31 @@ def open_receiver(
         adopts: the engine can compute with given tensors in place; used only if element types match.
         arrived: called from another thread when a newer version is ready.
         purpose: of a receiver beside this rank's main one.
-        wanted: selects versions; None: all. With it, the receiver joins no broadcasts.
+        wanted: selects versions; None: all. With it, the receiver joins no broadcasts unless there is `least`, too.
+        least: returns the next version that is wanted.
         best_effort: the trainer does not wait until it has read a version.
         keeps_on_host: see `WeightReceiver`.
-        whole: the engine takes the whole model; False: its ranks share it and read the agent's single copy on the node,
-            and the receiver joins no broadcasts.
+        whole: the engine takes the whole model; False: this gang's ranks share it. They read the agent's single copy on
+            the node, and join broadcasts together: then whatever they compute together is inside `computing`.
     """
     config = context.config.weightsync
-    name = f"{context.name}-{purpose}" if purpose else context.name
-    member = None
-    if config.path == "broadcast" and wanted is None and whole:
+    suffix = f"-{purpose}" if purpose else ""
+    name, member = context.name + suffix, None
+    if config.path == "broadcast" and (wanted is None or least is not None):
         store = context.new_store(min(config.timeout_s, STALL_S))
         member = BroadcastMember(store, name, context.device)
-    return WeightReceiver(
+    kind: Callable[..., WeightReceiver] = WeightReceiver
+    if not whole:
+        gang = context.gang
+        together = [f"{gang.name}/{rank}{suffix}" for rank in range(gang.num_ranks)]
+        kind = partial(SharedReceiver, together=together)
+    return kind(
         context.job_credentials(), _agent(context), name, needs,
         device=context.reading_device,
         adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
-        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=best_effort,
-        whole=whole, member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
-        timeline=context.timeline,
+        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, least=least,
+        best_effort=best_effort, member=member, lead=_lead(context), keeps_on_host=keeps_on_host,
+        timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 
@@ -151,6 +159,10 @@ class HeldWeights:
     @property
     def has_newer(self) -> bool:
         return self._receiver.newest not in (None, self.version)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter while the engine computes together with other ranks; see `SharedReceiver`."""
+        return self._receiver.computing()
 
     @property
     def abandoned(self) -> bool:

@@ -7,7 +7,7 @@ end the process instead.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -207,12 +207,15 @@ def open_replica(
     place: ReplicaPlace,
     fetch: ReplicaFetch,
     device_groups: DeviceGroups,
+    *,
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Replica | None:
     """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: one rank.
 
     Args:
         fetch: with `STAGE` every pipeline stage distributes by itself.
         device_groups: see `row_groups` of `workers.engines.load_engine`; used with `tq.replica_broadcast: device`.
+        computing: entered while rows are broadcast so.
     """
     if len(place.ranks) == 1:
         return None
@@ -224,7 +227,7 @@ def open_replica(
     group = connect_group(PrefixStore(keys, store), ranks.index(place.rank), len(ranks), _CPU)
     route = None
     if context.config.tq.replica_broadcast is ReplicaBroadcast.DEVICE:
-        route = DeviceRoute(device_groups(by_stage), context.device)
+        route = DeviceRoute(device_groups(by_stage), context.device, computing)
     name = f"replica {place.index} of {context.gang.name}"
     if by_stage:
         name = f"stage {place.stage} of {name}"

@@ -257,6 +257,8 @@ class LauncherConfig(Settings):
     start_timeout_s: float = Field(300.0, gt=0)
     """How long a start may take without progress (s). Bytes that a worker reads or writes count as progress, and
     compilers that it runs. `vllm.start_timeout_s` holds instead if vLLM generates and it is longer."""
+    max_start_s: float = Field(7200.0, gt=0)
+    """How long a start may take at all, however much it reads and writes (s)."""
     stop_timeout_s: float = Field(30.0, gt=0)
     """How long workers may take to exit after a stop request before they are killed (s). A checkpoint that is being
     written by then gets as long as it takes: up to `checkpoint.timeout_s`, in a Slurm job up to the job's end."""

@@ -8,6 +8,7 @@ The chain decides how many rows each task gets at a time, and lets ranks without
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -151,6 +152,14 @@ class TaskChain:
                     columns = self._compute_shared(task, batch, step, max(len(batch), largest_slice))
                 batch = batch.with_columns(columns)
         return batch
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Enter while ranks that share the models exchange rows on their devices."""
+        with ExitStack() as entered:
+            for task in self._tasks.values():
+                entered.enter_context(task.computing())
+            yield
 
     def take_weights(self, step: int) -> None:
         for task in self._tasks.values():

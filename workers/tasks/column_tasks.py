@@ -8,6 +8,7 @@ To add a task: a node in the algorithm's graph, a class here, its name in `open_
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -51,6 +52,10 @@ class ColumnTask(ABC):
     def version(self) -> int | None:
         """Step of the weights that gate the rows; None: no weights do."""
         return None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter while ranks that share the model exchange rows on their devices."""
+        return nullcontext()
 
     @abstractmethod
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -120,7 +125,7 @@ class ReferenceLogProbs(ColumnTask):
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._interval = config.algorithm.ref_update_interval
-        self._reference = ReferencePolicy(context)
+        self._reference = ReferencePolicy(context, hosted=engine is not None)
         self._is_hosted = engine is not None
 
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -134,6 +139,9 @@ class ReferenceLogProbs(ColumnTask):
         """Step of the reference; None: it never changes, or the task is hosted: the host requests rows only once it has
         theirs."""
         return None if self._is_hosted else self._reference.version
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._reference.computing()
 
     def take_weights(self, step: int) -> None:
         self._reference.take_weights(step)
@@ -198,7 +206,11 @@ class FollowerLogProbs(ColumnTask):
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `old_log_probs`, float32 per drawn token."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
-        return {"old_log_probs": drawn_column(self._model.log_probs(sequences_of(batch)), batch)}
+        with self._weights.computing():
+            return {"old_log_probs": drawn_column(self._model.log_probs(sequences_of(batch)), batch)}
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._weights.computing()
 
     def take_weights(self, step: int) -> None:
         """Wait for weights of `step` or later and compute with them from now on. All ranks that share the model end

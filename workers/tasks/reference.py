@@ -11,6 +11,7 @@ The first process that loads new weights also writes them to the run directory, 
 import logging
 import os
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -61,13 +62,17 @@ class ReferencePolicy:
 
     The actor, as a host, requests rows of the step that it trains next, whose reference it made itself.
 
-    Ranks that share a reference make the same calls, and change it together.
+    Ranks that share a reference make the same calls, and change it together. In a role of its own it takes part in the
+    broadcasts of the versions that it becomes.
+
+    Args:
+        hosted: by the actor.
 
     Raises:
         ConfigError: the model's directory, or the checkpoint's copy of the reference, cannot be used.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, *, hosted: bool = False) -> None:
         config = context.config
         self._interval = config.algorithm.ref_update_interval
         self._timeout_s = config.weightsync.timeout_s
@@ -89,6 +94,8 @@ class ReferencePolicy:
                 adopts=self._model.adopts_weights,
                 purpose="reference",
                 wanted=self._wants_version,
+                # A host's device sends in the same broadcasts.
+                least=None if hosted else self._next_wanted,
                 whole=not self._shared,
             )
 
@@ -106,7 +113,12 @@ class ReferencePolicy:
         needed = reference_step(step, self._interval)
         if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
             self._load_weights(self._receiver, needed)
-        return self._model.log_probs(batch)
+        with self.computing():
+            return self._model.log_probs(batch)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter while ranks that share the model compute together; see `SharedReceiver`."""
+        return nullcontext() if self._receiver is None else self._receiver.computing()
 
     def take_weights(self, step: int) -> None:
         """Become the reference of step `step` + 1, or a later one if that is gone; no rows may be in hand. Returns
@@ -170,11 +182,13 @@ class ReferencePolicy:
 
     def _wants_version(self, version: Version) -> bool:
         """Return whether a version is the first at or after a refresh; the receiver asks about versions in order."""
-        if version.lineage < self._context.job.lineage:
-            return False
+        wanted = self._next_wanted()
+        return version.lineage >= wanted.lineage and version.step >= wanted.step
+
+    def _next_wanted(self) -> Version:
         newest = self._receiver.newest if self._receiver is not None else None
         last = self._step if newest is None else max(self._step, newest.step)
-        return version.step // self._interval > last // self._interval
+        return Version(self._context.job.lineage, (last // self._interval + 1) * self._interval)
 
     def _write_reference(self, target: Path) -> None:
         beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")

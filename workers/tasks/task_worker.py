@@ -49,7 +49,7 @@ def run_task(context: WorkerContext) -> None:
     chain = TaskChain((*task.fused, task.name), context)
     lead = _Lead(context, task, chain) if context.rank == 0 else None
     if shared:
-        items = _shared_rounds(context, task, lead)
+        items = _shared_rounds(context, task, lead, chain)
     else:
         assert lead is not None, "a rank that is alone leads"
         items = lead.lease_rounds()
@@ -78,7 +78,9 @@ def run_task(context: WorkerContext) -> None:
         dist.destroy_process_group()
 
 
-def _shared_rounds(context: WorkerContext, task: PlacedTask, lead: "_Lead | None") -> Iterator[Round | NoRows]:
+def _shared_rounds(
+    context: WorkerContext, task: PlacedTask, lead: "_Lead | None", chain: TaskChain
+) -> Iterator[Round | NoRows]:
     """Yield the lead's rounds on every rank that shares the model."""
     config, size = context.config, context.gang.num_ranks
     if context.gang.role == REWARD:  # a reward model has no stages
@@ -88,12 +90,13 @@ def _shared_rounds(context: WorkerContext, task: PlacedTask, lead: "_Lead | None
     fetch, groups = config.tq.replica_fetch, partial(row_groups, engine)
     if fetch is ReplicaFetch.STAGE and place.num_stages == 1:
         fetch = ReplicaFetch.BROADCAST  # the copy is one stage
-    whole = open_replica(context, place, ReplicaFetch.BROADCAST, groups)
+    open_one = partial(open_replica, context, place, device_groups=groups, computing=chain.computing)
+    whole = open_one(ReplicaFetch.BROADCAST)
     assert whole is not None, "several ranks share the model"
     if fetch is ReplicaFetch.BROADCAST:
         yield from whole.relay(None if lead is None else lead.lease_rounds())
         return
-    stage = open_replica(context, place, ReplicaFetch.STAGE, groups) if fetch is ReplicaFetch.STAGE else None
+    stage = open_one(ReplicaFetch.STAGE) if fetch is ReplicaFetch.STAGE else None
     client = lead.client if lead is not None else None
     if client is None and (stage is None or stage.fetches):
         client = context.queue_client()

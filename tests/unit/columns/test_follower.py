@@ -1,7 +1,8 @@
 """`actor_fwd`: ranks that share a copy of the policy compute with one version."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from asyncflow.timeline import NoTimeline
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.engines.sim.engine import SimFrozenModel
 from workers.tasks.column_tasks import FollowerLogProbs
@@ -22,6 +24,13 @@ class Receiver:
 
     adopts = False
     newest: Version | None = None
+    inside = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
 
     def wait_for(self, step: int, *, stop: threading.Event, **_: Any) -> bool:
         if not stop.is_set():
@@ -62,3 +71,22 @@ def test_ranks_that_stop_wait_for_no_version(task: FollowerLogProbs, monkeypatch
     task._context.stopping.set()
     task.take_weights(5)
     assert task.version == 0
+
+
+def test_ranks_compute_and_exchange_rows_where_no_broadcast_is_received(
+    task: FollowerLogProbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver: Any = task._weights._receiver
+    found: list[bool] = []
+
+    def log_probs(*_: Any) -> Tensor:
+        found.append(receiver.inside)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(task._model, "log_probs", log_probs)
+    monkeypatch.setattr("workers.tasks.column_tasks.drawn_column", lambda values, batch: values)
+    monkeypatch.setattr("workers.tasks.column_tasks.sequences_of", lambda batch: batch)
+    task.compute_columns(PackedBatch((), {}), 1)
+    with task.computing():
+        found.append(receiver.inside)
+    assert (found, receiver.inside) == ([True, True], False)

@@ -91,12 +91,15 @@ def test_logits_do_not_grow_with_the_vocabulary_and_hardly_with_tokens() -> None
 
 
 def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
-    def parts(engine: str = "hf", **weightsync: object) -> dict[str, dict[str, int]]:
+    def parts(engine: str = "hf", interval: int = 0, **weightsync: object) -> dict[str, dict[str, int]]:
         model = {"path": "m", "dtype": "bfloat16"}
         fields = {"steps": 1, "roles": {"rollout": 1, "actor": 1, "ref": 1}, "model": model, "data": {"path": "d"}}
         fields |= {"schedule": {"rollout_batch_size": 1, "n_samples_per_prompt": 2}, "weightsync": weightsync}
         fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2, "engine": engine}}
         fields |= {"vllm": {"tensor_parallel_size": 2}}
+        if interval:
+            fields |= {"roles": {"rollout": 1, "actor": 1, "ref": 4}, "ref": {"engine": "fsdp", "shards": 4}}
+            fields |= {"algorithm": {"ref_update_interval": interval, "kl_coef": 0.1}}
         return memory_of_roles(RunConfig.model_validate(fields), QWEN_7B)
 
     staged, broadcast = parts(path="staged"), parts(path="broadcast", bucket_bytes=2**20)
@@ -105,6 +108,8 @@ def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
     assert more == {"rollout": buckets + 2 * QWEN_7B.num_parameters, "actor": buckets, "ref": buckets}
     shared = parts(path="broadcast", engine="vllm")["rollout"]["next version"]
     assert shared == QWEN_7B.num_parameters, "each of two ranks keeps half of it"
+    follows = parts(path="broadcast", interval=2)["ref"]["next version"]
+    assert follows == 2 * (QWEN_7B.num_parameters // 4), "each of four ranks keeps its own part"
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:

@@ -9,8 +9,8 @@ import pytest
 from asyncflow import agreement
 from asyncflow.agreement import differences, software
 from asyncflow.errors import ConfigError
-from asyncflow.job import own_name
-from launcher.checks.environments import RowsToCheck, check_gangs, check_software, find_identity
+from asyncflow.job import GangSpec, own_name
+from launcher.checks.environments import RowsToCheck, check_gangs, check_hosts, check_software, find_identity
 from launcher.checks.models import check_libraries
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import check_run
@@ -103,6 +103,19 @@ def test_node_that_has_no_process_of_the_role_is_refused_rather_than_ignored() -
     if own != 0:
         with pytest.raises(ConfigError, match="node '0' has no rollout"):
             check_gangs(config, gangs, 1, device="cpu", rows=RowsToCheck(None, None, ()))
+
+
+def test_host_that_no_node_of_the_role_has_is_refused_once_all_have_joined() -> None:
+    config = quickstart("launcher.environments={rollout: {1: /a/python, alpha: /b/python}}", roles="rollout:2,actor:1")
+    gangs = [GangSpec(f"rollout-{k}", "rollout", k, 1, ("cpu",), (k,)) for k in range(2)]
+    check_hosts(config, gangs, {0: "alpha", 1: "beta", 2: "gamma"})
+    with pytest.raises(ConfigError) as refused:
+        check_hosts(config, gangs, {0: "alpah", 1: "beta", 2: "alpha"})
+    assert str(refused.value) == (
+        "launcher.environments: rollout: no node with a rollout is called 'alpha': it is on node 0 (alpah), 1 (beta); "
+        "correct it"
+    )
+    check_hosts(config, [], {0: "a"})
 
 
 def test_library_is_looked_for_where_its_role_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncflow.clock import HostClock
-from asyncflow.job import GangSpec, Node
+from asyncflow.job import GangSpec, Network, Node
 from launcher.nodes.membership import DevicesUsed, Membership, needed_devices
 from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
 
@@ -67,13 +67,16 @@ def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[s
     assert members.obstacle == answer.reason
 
 
-def test_a_network_counts_if_every_launcher_reached_it() -> None:
-    members = Membership(3, CPU, "1.0")
-    members.answer_hello("a", hello(rank=1, networks=["10.1.0.0/16", "10.2.0.0/16"]))
-    assert members.are_in_network("10.2.0.0/16")
-    members.answer_hello("b", hello(rank=2, networks=["10.1.0.0/16"]))
-    assert members.are_in_network("10.1.0.0/16")
-    assert not members.are_in_network("10.2.0.0/16")
+def test_a_network_counts_if_all_nodes_reach_each_other_in_it() -> None:
+    cidrs = ["10.1.0.0/16", "10.2.0.0/16", "10.3.0.0/16"]
+    places = {rank: [Network(cidr, f"{cidr[:4]}.0.{rank}", 5000) for cidr in cidrs] for rank in (1, 2)}
+    members = Membership(3, CPU, IDENTITY)
+    assert members.answer_hello("a", hello(rank=1, networks=places[1])) == Welcome([])
+    assert not members.are_in_network(cidrs[0]), "it has not tried all"
+    members.ready("a", msgspec.structs.replace(READY, networks=cidrs))
+    assert members.answer_hello("b", hello(rank=2, networks=places[2][:2])) == Welcome(places[1])
+    members.ready("b", msgspec.structs.replace(READY, networks=cidrs[:1]))
+    assert [members.are_in_network(cidr) for cidr in cidrs] == [True, False, False]
 
 
 def test_node_with_more_devices_than_are_used_is_welcome() -> None:

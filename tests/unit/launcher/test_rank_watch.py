@@ -9,7 +9,11 @@ WORKERS = {"rollout-0": True, "actor": True, "storage-0": False}
 
 def new_watch() -> RankWatch:
     return RankWatch(
-        start_timeout_s=300.0, operation_timeout_s=1000.0, silence_timeout_s=100.0, deadlock_timeout_s=200.0
+        start_timeout_s=300.0,
+        max_start_s=900.0,
+        operation_timeout_s=1000.0,
+        silence_timeout_s=100.0,
+        deadlock_timeout_s=200.0,
     )
 
 
@@ -46,6 +50,16 @@ def test_rank_that_starts_has_a_deadline_of_its_own() -> None:
     assert look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=299.0)) == []
     (stuck,) = look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=301.0))
     assert stuck.gang == "actor"
+
+
+def test_rank_whose_new_start_has_no_end_is_stuck_however_much_it_reads() -> None:
+    watch = new_watch()
+    for now in range(0, 901, 50):
+        assert look(watch, now, actor=says(STARTING, at=now)) == []
+    stuck = RankStuck("actor", 0, "still starting after 950 s (launcher.max_start_s)")
+    assert look(watch, 950, actor=says(STARTING, at=950)) == [stuck]
+    watch.forget_gang("actor")
+    assert look(watch, 1000, actor=says(STARTING, at=1000)) == []
 
 
 def test_rank_that_says_nothing_more_is_stuck_whatever_it_said() -> None:

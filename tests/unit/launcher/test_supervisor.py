@@ -36,7 +36,9 @@ def new_run(*more: str) -> Supervisor:
 
     gangs = [gang(name, 4 if name == "actor" else 1) for name in (*NAMES, *more)]
     never = RestartBudget(max_restarts=0, max_global_restarts=0, window_s=600.0)
-    return Supervisor(gangs, restarts=never, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
+    return Supervisor(
+        gangs, restarts=never, start_timeout_s=300.0, max_start_s=900.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0
+    )
 
 
 def started_run(*more: str) -> Supervisor:
@@ -205,6 +207,16 @@ def test_start_that_gets_on_is_waited_for_until_its_last_progress_is_too_long_ag
     expired = TimerExpired(RunTimer.START, "rollout-1 rank 0", more_s=290.0)
     assert supervisor.handle(expired) == [Arm(RunTimer.START, 290.0)]
     assert isinstance(supervisor.handle(TimerExpired(RunTimer.START, "rollout-1 rank 0"))[-1], Finish)
+
+
+def test_start_that_gets_on_for_ever_ends_at_its_own_limit() -> None:
+    supervisor = new_run()
+    reads = TimerExpired(RunTimer.START, "rollout-1 rank 0", more_s=290.0)
+    armed = [supervisor.handle(reads) for _ in range(3)]
+    assert armed == [[Arm(RunTimer.START, seconds)] for seconds in (290.0, 290.0, 20.0)]
+    *kills, finish = supervisor.handle(reads)
+    assert kills == [KillGang(name) for name in NAMES]
+    assert finish == Finish(1, "rollout-1 rank 0: still starting after 900 s (launcher.max_start_s); see logs/")
 
 
 def test_stop_waits_for_a_save_as_long_as_the_scheduler_grants() -> None:

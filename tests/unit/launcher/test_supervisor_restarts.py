@@ -50,6 +50,7 @@ def new_run(
         gangs,
         restarts=book,
         start_timeout_s=300.0,
+        max_start_s=7200.0,
         evaluate_timeout_s=600.0,
         stop_timeout_s=30.0,
         reference_follows=reference_follows,

@@ -119,6 +119,19 @@ def test_overlap_of_two_is_that_of_their_masks(drawn: tuple[tuple[int, ...], lis
 
 
 @given(shaped_boxes(most=2))
+def test_overlap_and_hull_of_two_are_those_of_their_masks(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = drawn
+    one, other = boxes[0], boxes[-1]
+    both, hull = one.overlap(other), one.hull(other)
+    shared = mask(shape, one) * mask(shape, other)
+    assert (both is None) == (not shared.any())
+    assert both is None or np.array_equal(mask(shape, both), shared)
+    assert one.relative_to(hull) is not None and other.relative_to(hull) is not None
+    corners = zip(one.offset, other.offset, one.size, other.size, strict=True)
+    assert hull.size == tuple(max(a + m, b + n) - min(a, b) for a, b, m, n in corners)
+
+
+@given(shaped_boxes(most=2))
 def test_box_within_another_selects_the_same_elements_of_it(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
     inner, outer = boxes[0], boxes[-1]

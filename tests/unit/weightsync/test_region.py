@@ -2,12 +2,13 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan import Box, Need, ShardSpec, TransferPlan, match_needs, plan_transfer
+from weightsync.plan import Box, Need, Piece, ShardSpec, TransferPlan, match_needs, plan_transfer
 from weightsync.slot_memory import Region, RegionLayout, version_checksum
 
 SHAPES = {"w": (6, 8), "cube": (4, 3, 5), "norm": (7,), "scalar": ()}
@@ -120,9 +121,31 @@ def test_run_is_where_the_bytes_of_a_piece_lie_together(box: Box, run: tuple[int
     assert RegionLayout(plan).piece_run(across) is None
 
 
+def test_a_share_of_boxes_has_room_for_them_alone_and_finds_its_part_of_any_piece() -> None:
+    plan = make_plan(0, 2, 100)
+    number = plan.names.index("w")
+    held = Box((1, 2), (4, 3))
+    whole, layout = filled(plan), RegionLayout(plan, {number: held})
+    share = Region(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    spec = plan.tensors["w"]
+    assert layout.num_bytes == msgspec.structs.replace(spec, shape=held.size).room_bytes < spec.room_bytes
+    for bucket in plan.buckets:
+        for piece in bucket.pieces:
+            found = share.view_overlap(piece)
+            if found is not None:
+                found[1].copy_(whole.view_piece(piece)[found[0]])
+    assert share.view_piece(Piece(number, held)).equal(whole.view_piece(Piece(number, held)))
+    inside = Piece(number, Box((2, 3), (2, 1)))
+    assert share.view_piece(inside).equal(whole.view_piece(inside))
+    assert share.view_overlap(Piece(number, Box((0, 5), (6, 3)))) is None
+    other = next(k for k in range(len(plan.names)) if k != number)
+    assert share.view_overlap(Piece(other, Box.from_shape(layout.tensor_spec(other).shape))) is None
+
+
 def test_a_share_has_room_for_its_own_tensors_alone() -> None:
     plan = make_plan(0, 2, 100)
-    whole, layout = filled(plan), RegionLayout(plan, {0, 2})
+    shares = {number: Box.from_shape(plan.tensors[plan.names[number]].shape) for number in (0, 2)}
+    whole, layout = filled(plan), RegionLayout(plan, shares)
     share = Region(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     assert layout.num_bytes == sum(plan.tensors[plan.names[number]].room_bytes for number in (0, 2))
     for number in (0, 2):

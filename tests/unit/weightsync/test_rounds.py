@@ -14,8 +14,12 @@ def begin(
     return rounds.begin(f"begin {step}", trainer, Version(0, step), PLAN, broken=broken, deadline=deadline)
 
 
-def join(rounds: BroadcastRounds, name: str, *, session: str = "", broken: str = "") -> Replies:
-    return rounds.join(f"join {name}", session or name, name, broken)
+def join(
+    rounds: BroadcastRounds, name: str, *, session: str = "", broken: str = "", least: int | None = None, of: str = ""
+) -> Replies:
+    """`least`: step of the first version that it takes part for; `of`: the members that take part only together."""
+    wanted = None if least is None else Version(0, least)
+    return rounds.join(f"join {name}", session or name, name, broken, least=wanted, together=of)
 
 
 def started(replies: Replies) -> Transfer:
@@ -121,3 +125,77 @@ def test_trainer_that_dies_while_it_waits_begins_nothing() -> None:
 
 def test_epochs_of_two_agents_differ() -> None:
     assert started(begin(BroadcastRounds(), 1)).epoch != started(begin(BroadcastRounds(), 1)).epoch
+
+
+def test_nobody_waits_for_a_member_that_wants_a_later_version_only() -> None:
+    rounds = BroadcastRounds("t")
+    join(rounds, "a")
+    join(rounds, "r", least=2)
+    assert started(begin(rounds, 1)).members == ["a"]
+    assert begin(rounds, 2) == []
+    replies = join(rounds, "a")
+    assert {call for call, _ in replies} == {"begin 2", "join a", "join r"}
+    assert started(replies).members == ["a", "r"]
+
+
+def test_members_that_take_some_versions_do_not_make_the_others_meet_again() -> None:
+    rounds = BroadcastRounds("t")
+    transfers = []
+    for step in range(1, 9):
+        join(rounds, "a")
+        if step % 2:
+            join(rounds, "r", least=step + 1)
+        transfers.append(started(begin(rounds, step)))
+    odd, even = transfers[0].epoch, transfers[1].epoch
+    assert [transfer.epoch for transfer in transfers] == [odd, even] * 4
+    assert transfers[0].live == [odd]
+    assert set(transfers[-1].live) == {odd, even}
+
+
+def test_two_groups_are_kept_and_none_with_somebody_who_is_gone() -> None:
+    rounds = BroadcastRounds("t")
+    for step in (1, 2, 3):
+        join(rounds, "a")
+        join(rounds, "b", least=2)
+        join(rounds, "c", least=3)
+        last = started(begin(rounds, step))
+    assert (last.members, len(last.live)) == (["a", "b", "c"], 2)
+    rounds.closed("c")
+    join(rounds, "a")
+    join(rounds, "b")
+    after = started(begin(rounds, 4))
+    assert (after.members, after.live) == (["a", "b"], [after.epoch])
+
+
+def test_a_group_that_broke_ends_all_that_its_members_had() -> None:
+    rounds = BroadcastRounds("t")
+    join(rounds, "a")
+    join(rounds, "r", least=2)
+    first = started(begin(rounds, 1))
+    join(rounds, "a")
+    second = started(begin(rounds, 2))
+    join(rounds, "a", broken=second.epoch)
+    join(rounds, "r", least=9)
+    third = started(begin(rounds, 3, broken=second.epoch))
+    assert third.members == first.members
+    assert third.live == [third.epoch]
+    assert third.epoch not in (first.epoch, second.epoch)
+
+
+def test_ranks_that_share_a_model_take_part_together_or_not_at_all() -> None:
+    rounds = BroadcastRounds("t")
+    join(rounds, "a")
+    join(rounds, "0", of="01")
+    assert started(begin(rounds, 1)).members == ["a"], "its other rank still starts"
+    join(rounds, "a")
+    join(rounds, "1", of="01")
+    assert started(begin(rounds, 2)).members == ["0", "1", "a"]
+    join(rounds, "a")
+    join(rounds, "0", of="01")
+    assert begin(rounds, 3) == []
+    assert started(rounds.closed("1")).members == ["a"]
+    join(rounds, "a")
+    assert started(begin(rounds, 4)).members == ["a"]
+    join(rounds, "1", session="restarted", of="01")
+    join(rounds, "a")
+    assert started(begin(rounds, 5)).members == ["0", "1", "a"]
