@@ -54,7 +54,7 @@ STORE_TIMEOUT_S = 30.0
 @dataclass
 class _Status:
     state: str = STARTING
-    detail: str = ""
+    detail: str = "importing"
     step: int = 0
     version: int = -1
     rollouts: dict[str, float] = field(default_factory=dict)
@@ -80,6 +80,7 @@ class WorkerContext:
         self.stopping = threading.Event()
         self._woken_to_stop: list[threading.Event] = []
         self.exiting = threading.Event()  # services exit, too
+        self.num_saves_asked = 0  # how often the user asked for a checkpoint
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
@@ -218,6 +219,10 @@ class WorkerContext:
             old.rollouts if rollouts is None else rollouts,
         )
 
+    def report_loading(self) -> None:
+        """Say that this rank, which is not at work yet, loads its model."""
+        self.report_state(STARTING, "loading the model")
+
     @contextmanager
     def reporting(self, state: str, *, step: int | None = None) -> Iterator[None]:
         """Report a state inside the block, and the previous state again after it."""
@@ -300,8 +305,10 @@ class WorkerContext:
         try:
             while True:
                 self._write_status(store)
-                if phase := store.get_existing(["phase"]):
-                    self._obey_phase(phase["phase"].decode())
+                said = store.get_existing(["phase", "save"])
+                if phase := said.get("phase"):
+                    self._obey_phase(phase.decode())
+                self.num_saves_asked = int(said.get("save", "0"))
                 if self._closed.wait(HEARTBEAT_S):
                     return
         except RuntimeError:

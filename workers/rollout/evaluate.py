@@ -32,7 +32,7 @@ from workers.data.task_source import held_out_rows
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
-from workers.records.samples import SampleLog
+from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
@@ -83,6 +83,7 @@ class Evaluator:
             for index in range(len(self._dataset) * self._size)
         ]
         sampling = config.evaluate.sampling(config.rollout)
+        context.report_loading()
         self._engine = load_generate_engine(config, sampling, device=context.device)
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
@@ -90,7 +91,7 @@ class Evaluator:
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset), tokenizer=tokenizer,
+            kept=KeptGroups(config.rollout.samples_per_step, len(self._dataset)), tokenizer=tokenizer,
         )  # fmt: skip
         self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
         self._version: Version | None = None

@@ -79,6 +79,7 @@ class ReferencePolicy:
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
         weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
+        context.report_loading()
         self._model = load_frozen_model(config, device=context.device, weights_dir=weights_dir)
         self._receiver: WeightReceiver | None = None
         if self._interval:
