@@ -324,7 +324,7 @@ class Request:
         self.say("checking settings, model, data and functions")
 
     def _accept_loaded(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
-        checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster)
+        checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster, say=self.say)
         arguments = self._command_arguments()
         save = stop_save_of(checked, run_dir)
         check_stop_save(save, checked.config, os.environ)

@@ -113,6 +113,7 @@ class StepTrainer:
         self._tri_model = tri_model
         self._counts = counts
         self._trained_log = trained_log
+        self._compiles = training.compile  # in the first micro-batches
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._move_probe = self._open_move_probe()
         # What to note of micro-batches whose losses an engine has not called yet.
@@ -263,6 +264,7 @@ class StepTrainer:
     def _update_models(self, record: StepRecord) -> None:
         """Scale the gradient by what all ranks trained since the last update, then update."""
         self._finish_micro_batches(record)
+        self._compiles = False
         with self._context.timeline.span("wait for the device", step=record.step):
             record.fetch()
         for learner in self._active_learners(record):
@@ -311,7 +313,9 @@ class StepTrainer:
         number, every = record.num_updates + 1, self._training.num_updates
         update = f", update {number} of {every}" if every > 1 else ""
         responses = record.num_rows + num_arrived
-        self._context.report_state("training", f"step {record.step}{update}, {responses} responses", step=record.step)
+        compiles = ", compiling" if self._compiles else ""
+        what = f"step {record.step}{update}, {responses} responses{compiles}"
+        self._context.report_state("training", what, step=record.step)
 
 
 @dataclass(frozen=True)
