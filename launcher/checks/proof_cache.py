@@ -97,9 +97,8 @@ def check_proven(
         if not set(use.parts) <= known.keys()
     ]
     if missing:
-        say(
-            f"proving {', '.join(sorted({str(questions[number][0].path) for number in missing}))} (once for this machine)"
-        )
+        models = sorted({str(questions[number][0].path) for number in missing})
+        say(f"proving {', '.join(models)} (once for this machine)")
         asked = [[*questions[number][1], questions[number][0].parts] for number in missing]
         for number, found in zip(missing, _prove(asked, key=questions[missing[0]][0].key), strict=True):
             verdicts[number] |= found

@@ -527,12 +527,11 @@ class Progress:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        text = plain(text)
         if self._live is None:
             print_line(text, err=self._output is Output.JSON)
             return
         with _even_if_closed(self._console.file):
-            for line in fit(text, self._console.width):
+            for line in fit(plain(text), self._console.width):
                 self._live.console.print(line, markup=False, soft_wrap=True)
 
     def _refresh(self) -> None:
@@ -557,9 +556,9 @@ def fit(text: str, width: int) -> list[str]:
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """Print to stdout or stderr; a closed terminal or pipe is not an error."""
+    """Print to stdout or stderr; a closed terminal or pipe is not an error, and none obeys what a text has in it."""
     with _even_if_closed(sys.stderr if err else sys.stdout):
-        click.echo(text, err=err)
+        click.echo(plain(text), err=err)
 
 
 @contextmanager

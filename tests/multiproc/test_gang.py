@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
+from asyncflow.process import SAVE_SIGNAL
 from asyncflow.sealed_store import SealedStore, connect_store
 from launcher.process.launcher_process import SAME_PRESS_S
 
@@ -367,6 +368,17 @@ def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
     launcher = launch("obey_phase", actor_ranks=3)
     launcher.wait_for_workers(7)
     launcher.read_until("started 7 workers in ")
+
+
+def test_a_save_that_was_asked_for_reaches_the_workers_and_ends_nothing(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    store = launcher.store()
+    assert store.get("save") == b"0"
+    launcher.process.send_signal(SAVE_SIGNAL)
+    eventually(lambda: store.get("save") == b"1", "the request", launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
 
 
 @pytest.mark.parametrize(
