@@ -66,12 +66,13 @@ def launch(
         from launcher.process.progress import Output
 
         output = Output.QUIET if quiet else Output.JSON if json_lines else Output.LINES
-        if not dry_run:
-            output.say(f"asyncflow: reading {config or resume or 'the quickstart'}")
         from launcher.nodes.options import find_place
-        from launcher.request.request import Request
 
         place = find_place(nnodes, node_rank, head, os.environ)
+        if place.is_head and not dry_run:
+            output.say(f"asyncflow: reading {config or resume or 'the quickstart'}")
+        from launcher.request.request import Request  # takes a second
+
         request = Request(
             config=config,
             roles=roles,

@@ -299,13 +299,14 @@ class Screen:
 _SPARKS = 24
 _TIMED_STEPS = 10
 _LEVELS = {True: "▁▂▃▄▅▆▇█", False: "_.-=+*%#"}
-_BAR = {True: "━╺", False: "#."}
+_BAR = {True: "━─", False: "#."}
+_CUT = {True: "…", False: "~"}
 
 
 def draw_screen(screen: Screen, width: int, *, unicode: bool = True) -> list[Text]:
     """Return the live region's lines, each at most `width` columns; `unicode`: whether the terminal shows blocks."""
     lines = [Text(_progress_line(screen, width, unicode)), *map(Text, _figure_lines(screen, unicode))]
-    lines += _role_lines(screen, width)
+    lines += _role_lines(screen, width, unicode)
     if screen.sample is not None:
         lines.append(Text(_sample_line(screen.sample), style="dim"))
     if screen.num_warnings:
@@ -363,7 +364,7 @@ def _figure_lines(screen: Screen, unicode: bool) -> list[str]:
     return ["  ".join(line) for line in (learned, pace) if line]
 
 
-def _role_lines(screen: Screen, width: int) -> list[Text]:
+def _role_lines(screen: Screen, width: int, unicode: bool) -> list[Text]:
     rows = role_rows(screen.gangs, screen.statuses, screen.now)
     idle = (screen.metrics or {}).get("idle_fraction") or {}
     names = max((len(row[0]) for row in rows), default=0)
@@ -374,7 +375,7 @@ def _role_lines(screen: Screen, width: int) -> list[Text]:
     lines = []
     for role, count, activity, version in rows:
         what = plain(activity).replace("\n", " ")
-        what = what if len(what) <= room else f"{what[: room - 1]}…"
+        what = what if len(what) <= room else what[: room - 1] + _CUT[unicode]
         lines.append(
             Text.assemble(
                 (role.ljust(names), "bold"), f"  {count.rjust(counts)}  {what.ljust(room)}  ",

@@ -99,11 +99,6 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
-class SaveRequested:
-    """The user asked for a checkpoint at the end of this step."""
-
-
-@dataclass(frozen=True)
 class Restored:
     """The run's files are back at `step`; `lineage` is the new one."""
 
@@ -142,7 +137,6 @@ Event = (
     | AllReady
     | LastStepDone
     | StopRequested
-    | SaveRequested
     | Restored
     | RestoreFailed
     | TimerExpired

@@ -131,7 +131,7 @@ class Accepted:
             output: what to print; None: lines.
             view: show the run on a page while it goes on.
         """
-        from launcher.process.progress import Output
+        from launcher.process.progress import Output, print_line
         from launcher.run.run_job import run_job
 
         output = output or Output.LINES
@@ -143,7 +143,10 @@ class Accepted:
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         # Held before the cut: no other launcher may write meanwhile.
-        with held_run_dir(run_dir), _viewed(run_dir, output.say) if view else nullcontext():
+        with (
+            held_run_dir(run_dir),
+            _viewed(run_dir, partial(print_line, err=output is Output.JSON)) if view else nullcontext(),
+        ):
             lineage = self._cut_back(output.say)
             try:
                 if self.plan is not None:

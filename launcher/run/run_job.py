@@ -51,7 +51,6 @@ from launcher.process.run_events import (
     Restore,
     RunDirLost,
     RunTimer,
-    SaveRequested,
     SetPhase,
     StartGang,
     StopRequested,
@@ -125,10 +124,11 @@ def run_job(
         RoleFailed: not all nodes arrived in time.
     """
     events: SimpleQueue[Event] = SimpleQueue()
+    saves: SimpleQueue[None] = SimpleQueue()  # requests for a checkpoint
     # SimpleQueue.put is reentrant, so a signal handler may call it while the main thread puts.
     with (
         stop_signals(lambda count: events.put(StopRequested(count))),
-        save_signals(lambda: events.put(SaveRequested())),
+        save_signals(lambda: saves.put(None)),
     ):
         with contextlib.ExitStack() as stack:
             clock = HostClock.from_wall_clock()
@@ -195,7 +195,7 @@ def run_job(
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
+                    saves=saves, look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
                     pythons=pythons,
                 )  # fmt: skip
                 finish = run.until_finished()
@@ -244,6 +244,7 @@ class _Run:
         *,
         store: "JobStore",
         events: "SimpleQueue[Event]",
+        saves: "SimpleQueue[None]",
         progress: Progress,
         status: "StatusWriter",
         look_at_loggers: Callable[[float], None],
@@ -273,6 +274,7 @@ class _Run:
         nodes.hosts.add_hosts({HEAD: local})
         self._store = store
         self._events = events
+        self._saves = saves
         self._progress = progress
         self._status = status
         self._look_at_loggers = look_at_loggers
@@ -346,6 +348,11 @@ class _Run:
         self._look_at_loggers(now)
         self._nodes.check()
         self._report_progress()
+        if not self._saves.empty():
+            while not self._saves.empty():
+                self._saves.get_nowait()
+            self._store.request_save()
+            self._progress.print_event("saving after this step, as asked")
         for event in [*self._due_deadlines(), *self._external_exits(), *self._stuck_ranks(), *self._lost_run_dir()]:
             if (finish := self._handle_event(event)) is not None:
                 return finish
@@ -353,10 +360,6 @@ class _Run:
 
     def _handle_event(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
-        if isinstance(event, SaveRequested):
-            self._store.request_save()
-            self._progress.print_event("saving after this step, as asked")
-            return None
         if isinstance(event, StopRequested):
             self._report_progress()  # whether there is something to save may have changed since the last poll
         if isinstance(event, GangExited):
