@@ -194,8 +194,8 @@ def run_job(
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 run = _Run(
-                    config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    saves=saves, look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
+                    config, nodes, run_dir, store=store, events=events, saves=saves, progress=progress, status=status,
+                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
                     pythons=pythons,
                 )  # fmt: skip
                 finish = run.until_finished()
