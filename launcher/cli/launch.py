@@ -81,7 +81,7 @@ def launch(
             resume=resume,
             steps=steps,
             place=place,
-            **({} if dry_run else {"say": output.say}),
+            say=(Output.QUIET if dry_run else output).say,
         )
         if not place.is_head and not dry_run:
             sys.exit(request.accept_node().start())
