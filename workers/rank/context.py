@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+LOADING = "loading the model"  # what a rank does while it starts
 SAVING = "saving"
 # Kinds of failures in users' code that a run survives.
 REWARD, ROLLOUT = "reward", "rollout"
@@ -218,10 +219,6 @@ class WorkerContext:
             old.version if version is None else version,
             old.rollouts if rollouts is None else rollouts,
         )
-
-    def report_loading(self) -> None:
-        """Say that this rank, which is not at work yet, loads its model."""
-        self.report_state(STARTING, "loading the model")
 
     @contextmanager
     def reporting(self, state: str, *, step: int | None = None) -> Iterator[None]:

@@ -31,7 +31,7 @@ from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
-from workers.rank.context import WorkerContext
+from workers.rank.context import LOADING, STARTING, WorkerContext
 from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
@@ -83,7 +83,7 @@ class Evaluator:
             for index in range(len(self._dataset) * self._size)
         ]
         sampling = config.evaluate.sampling(config.rollout)
-        context.report_loading()
+        context.report_state(STARTING, LOADING)
         self._engine = load_generate_engine(config, sampling, device=context.device)
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)

@@ -24,7 +24,7 @@ from tq.messages import NoRowsReason
 from weightsync.version import Version
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
-from workers.rank.context import WorkerContext
+from workers.rank.context import LOADING, STARTING, WorkerContext
 from workers.records.samples import SampleLog, kept_groups
 from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
@@ -152,7 +152,7 @@ class RolloutLoop:
         config = context.config
         self._context = context
         self._config = config
-        context.report_loading()
+        context.report_state(STARTING, LOADING)
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
         task = task_of("rollout", config, context.job)
         self._scorer, tokenizer = None, None

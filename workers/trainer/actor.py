@@ -57,7 +57,7 @@ from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
-from workers.rank.context import REWARD, ROLLOUT, SAVING, WorkerContext
+from workers.rank.context import LOADING, REWARD, ROLLOUT, SAVING, STARTING, WorkerContext
 from workers.rank.peers import ReplicaPeers, ReplicaPlace, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
@@ -96,7 +96,7 @@ class Actor:
         self._context = context
         self._config = config
         self._task = task = task_of("actor", config, context.job)
-        context.report_loading()
+        context.report_state(STARTING, LOADING)
         self._engine = load_train_engine(config, device=context.device)
         self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
         self._checkpointer = _open_checkpointer(context, self._engine)
