@@ -180,7 +180,7 @@ class TrainedLog:
 
         A row of several samples is left out: these may be in several micro-batches, in any order.
         """
-        if not self.kept.shown or not batch.groups:
+        if not batch.groups:
             return []
         drawn, of_row = batch[SAMPLE_DRAWN].values.tolist(), batch[ROW_DRAWN].values.tolist()
         rows, begin = [], 0

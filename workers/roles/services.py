@@ -154,7 +154,9 @@ def run_controller(context: WorkerContext) -> None:
             feed_ended=functools.partial(_end_with_feed, context),
             last_failure=functools.partial(context.last_failure, ROLLOUT),
         )
-    leases = LeaseLog(context.run_dir, context.gang.name, kept=kept_groups(config), now=lambda: context.elapsed_s)
+    leases = None
+    if config.rollout.samples_per_step:
+        leases = LeaseLog(context.run_dir, context.gang.name, kept=kept_groups(config), now=lambda: context.elapsed_s)
     service = ControllerService(
         context.job_credentials(),
         context.gang.name,
@@ -174,7 +176,8 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()  # passes the stop on to all clients that wait
     service.threads.wait(context.exiting)
     service.close()
-    leases.close()
+    if leases is not None:
+        leases.close()
     if feed is not None:
         feed.close()
     if prompts is not None:

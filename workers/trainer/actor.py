@@ -135,9 +135,9 @@ class Actor:
         rounds: RoundSource = self._loader
         if peers is not None and place.reads_several_times(config.tq.replica_fetch):
             rounds = EqualRounds(self._loader, peers.have_equal)
-        self._trained_log = (
-            TrainedLog(context.run_dir, context.rank, kept=kept_groups(config)) if self._counts else None
-        )
+        self._trained_log = None
+        if self._counts and config.rollout.samples_per_step:
+            self._trained_log = TrainedLog(context.run_dir, context.rank, kept=kept_groups(config))
         self._trainer = StepTrainer(
             context,
             (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
