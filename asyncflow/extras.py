@@ -5,6 +5,8 @@ import importlib.util
 import re
 import shlex
 
+from asyncflow.errors import ConfigError
+
 DISTRIBUTION = "asyncflow-rl"
 
 
@@ -22,6 +24,15 @@ def pip_line(extra: str) -> str:
     packages = [shlex.quote(package.strip()) for package, _, marker in split if belongs.search(marker)]
     assert packages, f"there is no extra {extra!r}"
     return f"pip install {' '.join(packages)}"
+
+
+def check_installed(module: str, extra: str, prefix: str, otherwise: str) -> None:
+    """Raise ConfigError, which says what to install, if a module does not exist.
+
+    `prefix`: what needs it, e.g. `--view: `; `otherwise`: what else to do.
+    """
+    if not is_installed(module):
+        raise ConfigError(f"{prefix}{module} is not installed; {pip_line(extra)}, {otherwise}")
 
 
 def is_installed(module: str) -> bool:

@@ -20,6 +20,7 @@ PR_SET_PDEATHSIG = 1
 # More descriptors than a process has open when it starts.
 _MOST_DESCRIPTORS = 4096
 # What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message.
+SAVE_SIGNAL = signal.SIGRTMIN + 1  # asks a launcher for a checkpoint; `asyncflow view --control`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

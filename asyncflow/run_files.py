@@ -1,7 +1,7 @@
 """The names of everything that a run keeps in its directory, for launcher, workers and tools. Torch-free."""
 
 # config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
-# logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
+# logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  trace/  timeline/  loggers/  inputs/  report.html
 # job.json  status.json  while it runs; end.json  after that
 
 import re
@@ -23,6 +23,7 @@ END_FILE = "end.json"  # how the run's last start ended; see `launcher.run.statu
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
+TRACE = "trace"  # leases and trainer's log-probabilities of kept rows; the index of `asyncflow trace`
 TIMELINE = "timeline"
 LOGGERS = "loggers"  # each logger's progress, and what loggers write on this machine
 INPUTS = "inputs"  # functions and rows that `asyncflow.Trainer` got as Python objects
@@ -31,7 +32,7 @@ REPORT_FILE = "report.html"
 # In each checkpoint; written last, with size and checksum of every other file.
 META_FILE = "meta.json"
 
-DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
+DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TRACE, TIMELINE)
 LINE_FILES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 LIVE_FILES = (JOB_FILE, STATUS_FILE, "status.tmp")
 # Everything that a run may create in its directory.

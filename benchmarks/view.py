@@ -1,9 +1,10 @@
-"""What `asyncflow view` costs on a run of 10,000 steps.
+"""What looking at a run costs: the page of `asyncflow view`, `asyncflow trace`, and the run that is looked at.
 
-    python benchmarks/view.py [--json [FILE]] [--steps 10000] [--seconds 20]
+    python benchmarks/view.py [--json [FILE]] [--only page|trace|overhead ...] [--steps 10000] [--seconds 20]
+                              [--rows 1000000] [--rounds 5] [--run-steps 60]
 
-Writes such a run (60 figures a step, two samples), starts the command and asks like a page, while a step is added every
-half second:
+`page` writes a run of 10,000 steps (60 figures a step, two samples), starts the command and asks like a page, while a
+step is added every half second:
 
     start_s             from the command to the first whole answer, as one page gets it (s)
     first_state_s       the first answer alone (s)
@@ -13,15 +14,32 @@ half second:
     samples_ms          twenty rollouts of the highest reward, all of them indexed (ms)
     server_mb           largest memory of the server (RSS, MB)
     server_core_share   its processor time over the time in which it was asked every two seconds
+
+`trace` writes the ledger and the kept rows of a run of a million rows, and looks some up while a step is added before
+each look:
+
+    trace_build_s       the first look, which builds the index (s)
+    trace_index_mb      size of the index (MB)
+    trace_lookup_ms     the longest of 50 later ones, from opening the index to the text (ms)
+
+`overhead` runs the quickstart in turn, without records of rows and without a page (`rollout.samples_per_step` 0), and
+with both, a page asking every two seconds:
+
+    view_overhead       processor time of all processes of the run, with over without: mean of the rounds
+    view_overhead_low, view_overhead_high   its 95 % interval (Student's t)
+    kept_kb_per_step    size of samples/ and trace/ (KB)
 """
 
 import argparse
 import json
+import math
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -30,6 +48,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks import say
 from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
@@ -106,17 +125,152 @@ def measure(run_dir: Path, seconds: float, num_steps: int, draw: random.Random) 
     }
 
 
+ROWS_PER_GROUP = 8
+GROUPS_PER_STEP = 64
+
+
+def ledger_line(step: int, group: int) -> str:
+    rows = range(group * ROWS_PER_GROUP, (group + 1) * ROWS_PER_GROUP)
+    line = {
+        "lineage": 0, "step": step, "admitted_step": step, "group": group, "epoch": 0, "indices": list(rows),
+        "versions": [step - 2, step - 1], "staleness": 1, "prompt_hash": "0" * 16, "token_hash": "0" * 16,
+        "time_s": 1.0 * step,
+    }  # fmt: skip
+    return json.dumps(line) + "\n"
+
+
+def write_step(run_dir: Path, step: int) -> None:
+    """Append a step's ledger lines, and the samples, leases and log-probabilities of its first group."""
+    first = (step - 1) * GROUPS_PER_STEP
+    with (run_dir / "ledger.jsonl").open("a") as ledger:
+        ledger.writelines(ledger_line(step, group) for group in range(first, first + GROUPS_PER_STEP))
+    rows = [first * ROWS_PER_GROUP + k for k in range(ROWS_PER_GROUP)]
+    with (run_dir / "samples" / "rollout-0.jsonl").open("a") as samples:
+        for row in rows:
+            sample = {"step": step, "group": first, "index": row, "prompt": "1+1=", "response": "x" * 300}
+            more = {"versions": [[step - 1, 64]], "response_tokens": 64, "reward": 1.0, "log_probs": [-0.5] * 64}
+            samples.write(json.dumps({**sample, **more}) + "\n")
+    with (run_dir / "trace" / "leases-controller-0.jsonl").open("a") as leases:
+        line = {"task": "actor", "token": step, "step": step, "rows": rows, "to": "actor/0", "time_s": 1.0 * step}
+        leases.write(json.dumps(line) + "\n")
+    with (run_dir / "trace" / "trained-0.jsonl").open("a") as trained:
+        for row in rows:
+            line = {"index": row, "step": step, "lineage": 0, "time_s": 1.0 * step, "log_probs": [-0.5] * 64}
+            trained.write(json.dumps(line) + "\n")
+
+
+def measure_trace(run_dir: Path, num_rows: int, draw: random.Random) -> dict[str, float]:
+    from launcher.view.row_trace import INDEX_FILE, RowTrace
+
+    for name in ("samples", "trace", "logs"):
+        (run_dir / name).mkdir(parents=True)
+    per_step = ROWS_PER_GROUP * GROUPS_PER_STEP
+    steps = math.ceil(num_rows / per_step)
+    (run_dir / "config.yaml").write_text(f"steps: {steps}\n")
+    for step in range(1, steps + 1):
+        write_step(run_dir, step)
+    began = time.monotonic()
+    RowTrace.read(run_dir, 0)
+    build_s = time.monotonic() - began
+    looks = []
+    for number in range(50):
+        write_step(run_dir, steps + 1 + number)
+        # A kept row and one that is not, in turn.
+        row = draw.randrange(steps) * per_step + number % 2 * (per_step - 1)
+        began = time.monotonic()
+        assert RowTrace.read(run_dir, row).as_text()
+        looks.append(time.monotonic() - began)
+    size = (run_dir / "trace" / INDEX_FILE).stat().st_size
+    return {"trace_build_s": build_s, "trace_index_mb": size / 1e6, "trace_lookup_ms": 1e3 * max(looks)}
+
+
+def run_once(run_dir: Path, num_steps: int, *, looked_at: bool) -> float:
+    """Run the quickstart; return the processor time of all its processes (s)."""
+    options = ["--run-dir", str(run_dir), "--steps", str(num_steps), "--quiet", "--set", "checkpoint.export_hf=false"]
+    kept = [] if looked_at else ["--set", "rollout.samples_per_step=0"]
+    launcher = subprocess.Popen([COMMAND.with_name("asyncflow-launch"), *options, *kept], stdout=subprocess.DEVNULL)
+    ended = threading.Event()
+    page = threading.Thread(target=look, args=(run_dir, ended)) if looked_at else None
+    if page is not None:
+        page.start()
+    _, status, used = os.wait4(launcher.pid, 0)
+    launcher.returncode = os.waitstatus_to_exitcode(status)
+    ended.set()
+    if page is not None:
+        page.join()
+    if launcher.returncode:
+        raise SystemExit(f"the quickstart ended with code {launcher.returncode}")
+    return used.ru_utime + used.ru_stime
+
+
+def look(run_dir: Path, ended: threading.Event) -> None:
+    """Show a run's page, and ask as it does, until the run has ended."""
+    while not (run_dir / "job.json").exists():
+        if ended.wait(0.1):
+            return
+    process = subprocess.Popen([COMMAND, "view", str(run_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        have = ""
+        while not ended.wait(POLL_S):
+            state = json.loads(ask(f"{address}api/state?have={have}")[0])["runs"][0]
+            curves = state["curves"]
+            have = f"{curves['generation']}.{curves['stride']}.{curves['from'] + len(curves['steps'])}.0"
+            ask(f"{address}api/samples?order=newest")
+            ask(f"{address}api/account")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# Quantiles of Student's t for a 95 % interval of a mean, by number of values.
+STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def measure_overhead(directory: Path, rounds: int, num_steps: int) -> dict[str, float]:
+    ratios, kept = [], 0.0
+    for number in range(rounds):
+        seconds = {}
+        for looked_at in ((False, True), (True, False))[number % 2]:
+            run_dir = directory / f"run-{number}-{looked_at}"
+            seconds[looked_at] = run_once(run_dir, num_steps, looked_at=looked_at)
+            if looked_at:
+                files = [path for name in ("samples", "trace") for path in (run_dir / name).iterdir()]
+                kept = sum(path.stat().st_size for path in files) / num_steps / 1e3
+        ratios.append(seconds[True] / seconds[False])
+        say(f"round {number + 1}: {seconds[False]:.1f} s without, {seconds[True]:.1f} s with")
+    mean = statistics.fmean(ratios)
+    half = STUDENT_95.get(rounds, 2.0) * statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.inf
+    return {
+        "view_overhead": mean, "view_overhead_low": mean - half, "view_overhead_high": mean + half,
+        "kept_kb_per_step": kept,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json_option(parser)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--only", nargs="+", choices=("page", "trace", "overhead"), default=("page", "trace", "overhead")
+    )
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--run-steps", type=int, default=60)
     options = parser.parse_args()
     draw = random.Random(0)
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        write_run(run_dir, options.steps, draw)
-        figures = measure(run_dir, options.seconds, options.steps, draw)
+        if "page" in options.only:
+            write_run(run_dir, options.steps, draw)
+            figures |= measure(run_dir, options.seconds, options.steps, draw)
+        if "trace" in options.only:
+            figures |= measure_trace(Path(directory) / "traced", options.rows, draw)
+        if "overhead" in options.only:
+            figures |= measure_overhead(Path(directory), options.rounds, options.run_steps)
     report(options.json, figures, "\n".join(f"{name:20} {value:.3f}" for name, value in figures.items()))
 
 

@@ -5,7 +5,7 @@ Each check raises ConfigError at the first condition that fails; the message nam
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -125,12 +125,19 @@ class Preflight:
         return sent * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
-def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None = None) -> Preflight:
+def check_run(
+    config: RunConfig,
+    *,
+    num_nodes: int = 1,
+    cluster: Cluster | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Preflight:
     """Check roles, devices, batch sizes, user functions, model and data, the cheap checks first.
 
     Args:
         num_nodes: nodes of the run, all assumed to be like this one.
         cluster: where the run will start instead, with as many nodes as it has; nothing here is looked at for devices.
+        say: told what takes long.
     """
     tasks = _check_settings(config)
     num_nodes = num_nodes if cluster is None else cluster.num_nodes
@@ -138,7 +145,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1, cluster: Cluster | None 
     _check_adapters(config, devices)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     here = has_launchers_interpreter(config, HEAD)
-    models, data = _check_files(config, here)
+    models, data = _check_files(config, here, say)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
@@ -189,7 +196,7 @@ def usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig, here: Roles) -> tuple[Models, Data]:
+def _check_files(config: RunConfig, here: Roles, say: Callable[[str], None] = lambda line: None) -> tuple[Models, Data]:
     """Check all that is read from disk, then what needs a child process; of users' functions and of the proof of models
     that of roles with the launcher's interpreter."""
     _check_paths(config)
@@ -197,7 +204,7 @@ def _check_files(config: RunConfig, here: Roles) -> tuple[Models, Data]:
     models = check_models(config)
     data = _check_data(config)
     check_rollout_code(config, here)
-    check_proven(config, [role for role in config.roles if here(role)])
+    check_proven(config, [role for role in config.roles if here(role)], say)
     return models, data
 
 

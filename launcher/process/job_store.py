@@ -1,6 +1,7 @@
 """The job store: a TCPStore in the head launcher, and the keys through which launcher and workers communicate.
 
     phase              run | evaluate | stop | exit                             launcher -> workers
+    save               how often the user asked for a checkpoint                launcher -> actor rank 0
     status/GANG/RANK   JSON of `launcher.process.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives; text "": none        worker -> launcher
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
@@ -73,11 +74,18 @@ class JobStore(JobStoreClient):
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, secret, server)
         self._told_failures: set[str] = set()
+        self._num_saves = 0
+        self._store.set("save", "0")
         # Key -> the text that `new_warnings` last saw.
         self._warnings: dict[str, str] = {}
 
     def set_phase(self, phase: Phase) -> None:
         self._store.set("phase", phase.value)
+
+    def request_save(self) -> None:
+        """Ask the trainer for a checkpoint at the end of its step."""
+        self._num_saves += 1
+        self._store.set("save", str(self._num_saves))
 
     def announce_tokens(self, prompts: Sequence[Any], identity: Identity) -> None:
         """Have every worker compare what its tokenizer makes of a run's first prompts (`token_identity`) with this."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from asyncflow.process import STOP_SIGNALS
+from asyncflow.log_format import LogFormat, log_formatter
+from asyncflow.process import SAVE_SIGNAL, STOP_SIGNALS
 from asyncflow.run_files import LOGS
 
 SAME_PRESS_S = 0.5
@@ -24,11 +25,11 @@ def launcher_log(run_dir: Path, node: int = 0) -> Path:
 
 
 @contextlib.contextmanager
-def logging_to(path: Path) -> Iterator[None]:
+def logging_to(path: Path, form: LogFormat = "text", node: int = 0) -> Iterator[None]:
     """Send the launcher's log, and errors of its threads, to one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(log_formatter(form, role="launcher", gang="launcher", rank=node))
     root = logging.getLogger()
     level, hook = root.level, threading.excepthook
     root.addHandler(handler)
@@ -56,6 +57,19 @@ def keep_torch_off_the_terminal() -> None:
         logging.getLogger(name).propagate = True
     # It warns about every agent outside the main thread, where it cannot install signal handlers: that is intended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def save_signals(request: Callable[[], None]) -> Iterator[None]:
+    """Call `request` for `SAVE_SIGNAL`, inside a signal handler. Outside the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(SAVE_SIGNAL, lambda *_: request())
+    try:
+        yield
+    finally:
+        signal.signal(SAVE_SIGNAL, before)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.extras import is_installed, pip_line
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import EVALUATION_FILE, METRICS_FILE, SAMPLES
 from launcher.loggers.feed import figures
+from launcher.process.progress import plain
 
 # Curves of runs, read from their files, and drawn by matplotlib (extra `plot`). Torch-free.
 
@@ -72,7 +74,9 @@ def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None
 
 # `asyncflow samples`: what the policy said in a step, as text for a person.
 
-_RULE = "=" * 100
+_RULE = "=" * 80
+_NEWEST_BYTES = 64 * 1024
+_json_object = json_decoder(dict[str, Any]).decode
 
 
 def samples_text(
@@ -135,6 +139,18 @@ def has_text(line: Mapping[str, Any], search: str) -> bool:
     )
 
 
+def newest_sample(run_dir: Path) -> dict[str, Any] | None:
+    """Return the rollout that was kept last, without reading the others; None: there is none."""
+    try:
+        paths = [(path.stat().st_mtime_ns, path) for path in (run_dir / SAMPLES).glob("rollout-*.jsonl")]
+        with max(paths)[1].open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _NEWEST_BYTES))
+            line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        return _json_object(line)
+    except (OSError, ValueError, *UNREADABLE):
+        return None
+
+
 def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
         yield from (line for _, line in LineReader(path).read_lines().lines)
@@ -155,7 +171,7 @@ def _text(line: dict[str, Any]) -> str:
     bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
     for place, runs in enumerate(line.get("samples") or ()):
         bodies[place] += "\n[tokens] " + "".join(f"«{plain(text)}»" if drawn else plain(text) for drawn, text in runs)
-    return f"{head}\n" + f"\n{'-' * 100}\n".join(bodies) + f"\n[ground truth] {plain(line.get('ground_truth', ''))}"
+    return f"{head}\n" + f"\n{'-' * 80}\n".join(bodies) + f"\n[ground truth] {plain(line.get('ground_truth', ''))}"
 
 
 def _message_text(message: dict[str, Any]) -> str:
@@ -167,8 +183,3 @@ def _message_text(message: dict[str, Any]) -> str:
     if thought := message.get("reasoning_content"):
         content = f"<thinks> {thought} </thinks> {content}"
     return f"[{message['role']}] {plain(content)}"
-
-
-def plain(text: str) -> str:
-    """Return a text without control characters, which could command a terminal; line breaks stay."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

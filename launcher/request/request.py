@@ -6,12 +6,16 @@ Request --accept_run()--> Accepted --describe()--> text of --dry-run
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 
@@ -59,6 +63,7 @@ from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from launcher.plan.search import Plan
+    from launcher.process.progress import Output
 
 
 @dataclass(frozen=True)
@@ -118,24 +123,31 @@ class Accepted:
             save=self.save,
         )
 
-    def start(self, started_at: float) -> int:
+    def start(self, started_at: float, output: "Output | None" = None, *, view: bool = False) -> int:
         """Write the run directory (or cut it back), run the job, return the exit code.
 
-        `started_at`: when the user's command started (unix time, s).
+        Args:
+            started_at: when the user's command started (unix time, s).
+            output: what to print; None: lines.
+            view: show the run on a page while it goes on.
         """
-        from launcher.process.progress import print_line
+        from launcher.process.progress import Output, print_line
         from launcher.run.run_job import run_job
 
+        output = output or Output.LINES
         for note in self.checked.notes:
-            print_line(f"note: {note}")
+            output.say(f"note: {note}")
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
         compared, chunk = self.place.count > 1 or bool(config.launcher.external_gangs), self.checked.first_chunk
         identity = find_identity(config, chunk) if compared else software()
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         # Held before the cut: no other launcher may write meanwhile.
-        with held_run_dir(run_dir):
-            lineage = self._cut_back()
+        with (
+            held_run_dir(run_dir),
+            _viewed(run_dir, partial(print_line, err=output is Output.JSON)) if view else nullcontext(),
+        ):
+            lineage = self._cut_back(output.say)
             try:
                 if self.plan is not None:
                     write_plan(run_dir, self.plan.values())
@@ -150,31 +162,68 @@ class Accepted:
                     identity=identity,
                     first_prompts=prompts_of(chunk, config),
                     version_bytes=self.checked.version_bytes,
+                    output=output,
+                    at_end=partial(_write_report, run_dir),
                 )
             except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
-            with suppress(Exception):  # a convenience only; `asyncflow report` tells what is wrong
-                from launcher.view.report_page import write_report
-
-                write_report(run_dir)
             return code
 
-    def _cut_back(self) -> int:
+    def _cut_back(self, say: Callable[[str], None]) -> int:
         """Cut a resumed run back to where it continues; return its lineage, 0 for a new run."""
-        from launcher.process.progress import print_line
-
         if self.checkpoint is None and not self.started_over:
             return 0
         lineage = next_lineage(self.run_dir, self.checkpoint)
         if self.checkpoint is not None:
             rewind_run(self.checkpoint)
         else:
-            print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
+            say(f"{self.run_dir} saved nothing yet: it starts again from step 1")
             rewind_to_start(self.run_dir)
         rewrite_run_dir(self.run_dir, self.checked.config)
         return lineage
+
+
+@contextmanager
+def _viewed(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Show a run on a page in a process of its own, which ends with this one and gets no Ctrl-C of its terminal."""
+    child = (
+        "import sys; from asyncflow.process import die_with_parent; die_with_parent(int(sys.argv[1])); "
+        "from launcher.cli.commands import main; main(['view', sys.argv[2]])"
+    )
+    # -P: the working directory must not shadow our modules.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", child, str(os.getpid()), str(run_dir)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
+    )  # fmt: skip
+    assert process.stdout is not None
+
+    def tell(lines: IO[str]) -> None:
+        first = lines.readline().strip()
+        say(f"view: {first.removeprefix('open ')}" if first else "warning: --view: the page could not be started")
+        for _ in lines:  # nobody reads the rest, and a full pipe would stop the page
+            pass
+
+    teller = threading.Thread(target=tell, args=(process.stdout,), name="view", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+        teller.join()
+        process.stdout.close()
+
+
+def _write_report(run_dir: Path) -> str:
+    from launcher.view.report_page import write_report
+
+    return f"report: {write_report(run_dir)}"
+
+
+def _say_nothing(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -192,6 +241,8 @@ class Request:
     """What errors call CONFIG if it is not a user's file."""
     cluster: Cluster | None = None
     """Where the run will start; None: here."""
+    say: Callable[[str], None] = _say_nothing
+    """Told where the run will be, and what goes on; a start takes seconds."""
 
     def accept_run(self) -> Accepted:
         """Resolve and check what node 0 needs; write nothing. Raises ConfigError at the first check that fails."""
@@ -253,6 +304,7 @@ class Request:
         loaded = self._load_config(given)
         run_dir = given if given is not None else default_run_dir(loaded.config.name, datetime.now())
         check_new_run_dir(run_dir)
+        self._say_start(run_dir)
         return replace(self._accept_loaded(loaded, run_dir), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
@@ -261,6 +313,7 @@ class Request:
         checkpoint = find_checkpoint(target, given) if unsaved is None else None
         run_dir = unsaved if checkpoint is None else checkpoint.run_dir
         assert run_dir is not None
+        self._say_start(run_dir)
         accepted = self._accept_loaded(self._load_config(run_dir), run_dir)
         if checkpoint is None:
             check_not_running(run_dir)
@@ -269,8 +322,12 @@ class Request:
         check_writable(run_dir)
         return replace(accepted, checkpoint=checkpoint, started_over=checkpoint is None)
 
+    def _say_start(self, run_dir: Path) -> None:
+        self.say(f"run directory: {run_dir}")
+        self.say("checking settings, model, data and functions")
+
     def _accept_loaded(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
-        checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster)
+        checked = check_run(loaded.config, num_nodes=self.place.count, cluster=self.cluster, say=self.say)
         arguments = self._command_arguments()
         save = stop_save_of(checked, run_dir)
         check_stop_save(save, checked.config, os.environ)

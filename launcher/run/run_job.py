@@ -27,8 +27,14 @@ from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace, save_time_left_s
 from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import LocalGangs
-from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.process.progress import SAVING, Progress, Status, final_lines, print_line
+from launcher.process.launcher_process import (
+    keep_torch_off_the_terminal,
+    launcher_log,
+    logging_to,
+    save_signals,
+    stop_signals,
+)
+from launcher.process.progress import SAVING, Output, Progress, Status, final_lines, print_line
 from launcher.process.run_events import (
     FAILED,
     AllReady,
@@ -52,9 +58,10 @@ from launcher.process.run_events import (
     TimerExpired,
 )
 from launcher.process.worker_entry import ENTRYPOINT
+from launcher.report.report import newest_sample
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restore import restore_run
-from launcher.run.rundir import has_checkpoint
+from launcher.run.rundir import has_checkpoint, newest_model
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import RestartBudget, RestartLog, Supervisor
 from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS
@@ -66,6 +73,8 @@ if TYPE_CHECKING:
     from launcher.run.status_writer import StatusWriter
 
 POLL_S = 0.5
+SAMPLE_S = 2.0
+"""Between two looks at the newest rollout (s)."""
 JOIN_TIMEOUT_S = 5.0
 
 _FAILED = {
@@ -90,6 +99,8 @@ def run_job(
     place: NodePlace = ONE_NODE,
     identity: Identity | None = None,
     first_prompts: Sequence[Any] = (),
+    output: Output = Output.LINES,
+    at_end: Callable[[], str] | None = None,
 ) -> int:
     """Run the job to its end and return the exit code: 0 done, 1 failed, 75 stopped and resumable.
 
@@ -106,17 +117,29 @@ def run_job(
         place: how many nodes the run has; this is node 0.
         identity: what must be equal on all nodes, and in gangs that are started by hand; None: of the software.
         first_prompts: of which it is.
+        output: what the command prints.
+        at_end: called once the run has ended; returns a line to be printed before the last one.
 
     Raises:
         ConfigError: another node cannot take part, or the job store cannot listen on its address.
         RoleFailed: not all nodes arrived in time.
     """
     events: SimpleQueue[Event] = SimpleQueue()
+    saves: SimpleQueue[None] = SimpleQueue()  # requests for a checkpoint
     # SimpleQueue.put is reentrant, so a signal handler may call it while the main thread puts.
-    with stop_signals(lambda count: events.put(StopRequested(count))):
+    with (
+        stop_signals(lambda count: events.put(StopRequested(count))),
+        save_signals(lambda: saves.put(None)),
+    ):
         with contextlib.ExitStack() as stack:
+            clock = HostClock.from_wall_clock()
+            # First, so that a user sees what goes on while torch is imported.
+            progress = stack.enter_context(
+                Progress(gangs, last_step=config.steps, started_at=started_at, clock=clock.now, output=output)
+            )
+            progress.show_note(f"starting {sum(gang.num_ranks for gang in gangs)} processes: importing torch")
             log_file = launcher_log(run_dir)
-            stack.enter_context(logging_to(log_file))
+            stack.enter_context(logging_to(log_file, config.launcher.log_format))
             pythons = config.launcher.interpreters(HEAD, own_name())
             servers = stack.enter_context(
                 serving(
@@ -129,6 +152,7 @@ def run_job(
             from launcher.run.status_writer import StatusWriter
 
             keep_torch_off_the_terminal()
+            progress.show_note("")
             secret = secrets.token_hex(32)
             # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
@@ -148,7 +172,7 @@ def run_job(
                 resume_from=resume_from,
                 last_step=config.steps,
                 started_at=started_at,
-                clock=HostClock.from_wall_clock(),
+                clock=clock,
                 networks=offered.networks,
             )
             for left in (STATUS_FILE, END_FILE):  # left by an earlier start
@@ -156,10 +180,7 @@ def run_job(
             job.save(run_dir)
             # job.json marks the run as live, so it goes when the launcher ends.
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
-            progress = stack.enter_context(
-                Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
-            )
-            servers.say = lambda line: progress.print_event(f"warning: {line}")
+            servers.say = lambda line: progress.print_warning(f"warning: {line}")
             nodes = stack.enter_context(
                 RunNodes(job, run_dir, store=store, place=place, identity=identity, events=events)
             )
@@ -176,7 +197,7 @@ def run_job(
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 run = _Run(
-                    config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
+                    config, nodes, run_dir, store=store, events=events, saves=saves, progress=progress, status=status,
                     look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
                     pythons=pythons,
                 )  # fmt: skip
@@ -186,8 +207,11 @@ def run_job(
                 # Without the line that names the run directory.
                 RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
             nodes.finish_run(finish.code, lines[-1])
+        if at_end is not None:
+            with contextlib.suppress(Exception):  # a convenience only; `asyncflow report` tells what is wrong
+                lines.insert(-1, at_end())
         for line in lines:
-            print_line(line, err=finish.code == FAILED)
+            print_line(line, err=finish.code == FAILED or output is Output.JSON)
     return finish.code
 
 
@@ -201,6 +225,7 @@ def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job)
         run_dir=run_dir,
         resumable=has_checkpoint(run_dir),
         evaluation=progress.last_evaluation,
+        model=newest_model(run_dir),
     )
 
 
@@ -222,6 +247,7 @@ class _Run:
         *,
         store: "JobStore",
         events: "SimpleQueue[Event]",
+        saves: "SimpleQueue[None]",
         progress: Progress,
         status: "StatusWriter",
         look_at_loggers: Callable[[float], None],
@@ -251,6 +277,7 @@ class _Run:
         nodes.hosts.add_hosts({HEAD: local})
         self._store = store
         self._events = events
+        self._saves = saves
         self._progress = progress
         self._status = status
         self._look_at_loggers = look_at_loggers
@@ -289,6 +316,7 @@ class _Run:
         self._statuses: dict[tuple[str, int], Status] = {}
         self._heard: dict[tuple[str, int], _Heard] = {}
         self._next_poll = 0.0
+        self._next_sample = 0.0
 
     def until_finished(self) -> Finish:
         """Start the gangs and follow the supervisor; on return none of their processes is left."""
@@ -325,6 +353,11 @@ class _Run:
         self._look_at_loggers(now)
         self._nodes.check()
         self._report_progress()
+        if not self._saves.empty():
+            while not self._saves.empty():
+                self._saves.get_nowait()
+            self._store.request_save()
+            self._progress.print_event("saving after this step, as asked")
         for event in [*self._due_deadlines(), *self._external_exits(), *self._stuck_ranks(), *self._lost_run_dir()]:
             if (finish := self._handle_event(event)) is not None:
                 return finish
@@ -370,9 +403,11 @@ class _Run:
         return None
 
     def _show_note(self, note: Note) -> None:
-        self._progress.print_event(note.text)
         if note.failure:
+            self._progress.print_warning(note.text)
             self._restarts.record_failure(note.text)
+        else:
+            self._progress.print_event(note.text)
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)
@@ -407,7 +442,10 @@ class _Run:
         for evaluation in self._evaluations.read():
             self._progress.report_evaluation(evaluation)
         for warning in self._new_warnings():
-            self._progress.print_event(f"warning: {warning}")
+            self._progress.print_warning(f"warning: {warning}")
+        if self._progress.is_live and time.monotonic() >= self._next_sample:
+            self._next_sample = time.monotonic() + SAMPLE_S
+            self._progress.show_sample(newest_sample(self._run_dir))
         self._progress.update(self._statuses)
         self._status.tell(self._statuses, self._restarts, finished_steps, self._store.last_failures())
 

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.checkpoint_files import HF
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import replace_text
@@ -90,6 +91,12 @@ def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resu
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved anything."""
     return bool(list_checkpoints(path))
+
+
+def newest_model(path: Path) -> Path | None:
+    """Return the directory that `transformers` loads in a run's newest checkpoint; None: there is none."""
+    newest = next(reversed(list_checkpoints(path).values()), None)
+    return newest / HF if newest is not None and (newest / HF / "config.json").is_file() else None
 
 
 def began_run(path: Path) -> bool:

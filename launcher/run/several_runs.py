@@ -17,9 +17,9 @@ from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
 from launcher.config.load_config import flatten, read_yaml
-from launcher.process.progress import table
+from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
-from launcher.report.report import plain, read_curves
+from launcher.report.report import read_curves
 from launcher.run.status import RunEnd, is_live
 
 LAST_STEPS = 10

@@ -21,7 +21,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
-from launcher.process.progress import Status, Statuses, accuracy_text, role_rows, table
+from launcher.process.progress import Status, Statuses, accuracy_text, plain, role_rows, table
 from launcher.run.rundir import running_launcher
 from launcher.run.supervisor import RestartLog
 from weightsync.version import Version
@@ -133,7 +133,7 @@ class RunStatus:
             *advice,
         ]
         parts.append(self._queue_text())
-        return "\n\n".join([*parts, *tables])
+        return plain("\n\n".join([*parts, *tables]))
 
     def _restarts_text(self, now: float) -> list[str]:
         return _restart_lines(self.restarts, now)
@@ -267,7 +267,7 @@ class RunEnd:
 
     def as_text(self, now: float) -> str:
         ago = "" if self.at is None else f" {_duration(now - self.at)} ago, exit code {self.code}"
-        return "\n".join([f"{self.run_dir}: ended{ago}", *_restart_lines(self.restarts, now), *self.lines])
+        return plain("\n".join([f"{self.run_dir}: ended{ago}", *_restart_lines(self.restarts, now), *self.lines]))
 
 
 def read_status(run_dir: Path) -> RunStatus | RunEnd:

@@ -78,8 +78,9 @@ def sbatch_command(
 ) -> None:
     """Print (or submit) a Slurm script that runs CONFIG.
 
-    The job survives time limits and preemptions, and ends when the run is done. CONFIG is checked here as at a start,
-    for the devices of the nodes. The run directory is created, since Slurm's log goes there.
+    Use it on a Slurm cluster. The job survives time limits and preemptions, and ends when the run is done. CONFIG is
+    checked here as at a start, for the devices of the nodes. The run directory is created, since Slurm's log goes
+    there.
     """
     with errors_as_exits():
         from launcher.request.request import Request

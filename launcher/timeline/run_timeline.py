@@ -39,6 +39,10 @@ _WAITS = {
     "wait for checkpoint": "waiting for disk",
 }
 CATEGORIES = ("busy", *_WAITS.values(), "other")
+_HEADINGS = {
+    category: ("waits", category.removeprefix("waiting for ")) if category in _WAITS.values() else ("", category)
+    for category in CATEGORIES
+}
 """Categories of an account; `other`: no span covers the time."""
 
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
@@ -200,11 +204,16 @@ def _rollout_of(span: Span) -> object:
 
 
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the account as a table for a terminal, in percent."""
-    lines = ["".join([f"{'% of time':12}", *(f"{category:>24}" for category in CATEGORIES), f"{'sum':>8}"])]
+    """Return the account as a table for a terminal, in percent; it fits 80 columns unless a role's name does not."""
+    names = max(12, *(len(role) + 1 for role in account)) if account else 12
+    columns = [(name, *_HEADINGS[name], max(9, len(_HEADINGS[name][1]) + 2)) for name in CATEGORIES]
+    lines = [
+        "".join([" " * names, *(above.rjust(width) for _, above, _, width in columns)]).rstrip(),
+        "".join(["% of time".ljust(names), *(below.rjust(width) for _, _, below, width in columns)]),
+    ]
     for role in in_order(account):
-        shares = [100 * account[role][category] for category in CATEGORIES]
-        lines.append("".join([f"{role:12}", *(f"{share:24.1f}" for share in shares), f"{sum(shares):8.1f}"]))
+        shares = (f"{100 * account[role][name]:{width}.1f}" for name, _, _, width in columns)
+        lines.append("".join([role.ljust(names), *shares]))
     return "\n".join(lines)
 
 

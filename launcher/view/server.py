@@ -3,7 +3,8 @@
     http://127.0.0.1:PORT/TOKEN/            the page: page/index.html, view.js, view.css, uPlot
     GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
     GET  /TOKEN/api/samples, log, account, settings     what a panel shows, when somebody looks at it
-    POST /TOKEN/api/stop?run=N              only with --control: the run saves and stops, as after Ctrl-C
+    POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
+    POST /TOKEN/api/stop?run=N              likewise: it saves and stops, as after Ctrl-C
 
 Everything else, and everything without the token, is 404. No part of a URL becomes a path: assets, runs and logs are
 looked up in lists. The page's security policy allows what this server sends and nothing else, so a sample that looks
@@ -24,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from asyncflow.errors import ConfigError
+from asyncflow.process import SAVE_SIGNAL
 from asyncflow.run_files import CONFIG_FILE
 from launcher.run.rundir import running_launcher
 from launcher.run.several_runs import check_runs, run_names, setting_differences
@@ -72,7 +74,7 @@ class ViewServer:
             ]
         )
         if self._control:
-            app.add_routes([web.post("/{token}/api/stop", self._stop)])
+            app.add_routes([web.post("/{token}/api/stop", self._stop), web.post("/{token}/api/save", self._save)])
         return app
 
     @web.middleware
@@ -158,14 +160,21 @@ class ViewServer:
         return _json(await asyncio.to_thread(settings_of, self._runs))
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
+        return _json({"stopping": self._signal_launcher(request, signal.SIGTERM)})
+
+    async def _save(self, request: web.Request) -> web.StreamResponse:
+        return _json({"saving": self._signal_launcher(request, SAVE_SIGNAL)})
+
+    def _signal_launcher(self, request: web.Request, number: int) -> int:
         # No page of another site may send this header without asking first, which this server never allows.
-        if request.headers.get("X-AsyncFlow") != "control":
+        origin = request.headers.get("Origin", f"http://{request.headers['Host']}")
+        if request.headers.get("X-AsyncFlow") != "control" or origin != f"http://{request.headers['Host']}":
             raise web.HTTPForbidden
         launcher = running_launcher(self._runs[self._number_of_run(request)].run_dir)
         if launcher is None:
             raise web.HTTPConflict(reason="it does not run on this host")
-        os.kill(launcher, signal.SIGTERM)
-        return _json({"stopping": launcher})
+        os.kill(launcher, number)
+        return launcher
 
 
 def settings_of(runs: Sequence[RunReader]) -> dict[str, Any]:

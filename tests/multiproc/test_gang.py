@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
+from asyncflow.process import SAVE_SIGNAL
 from asyncflow.sealed_store import SealedStore, connect_store
 from launcher.process.launcher_process import SAME_PRESS_S
 
@@ -162,8 +163,8 @@ def test_gangs_run_to_the_end(launch: Launch) -> None:
     code, output = launcher.finish()
     assert code == 0
     lines = output.splitlines()
-    assert lines[-4:-2] == ["step 1/2  reward 0.500", "step 2/2  reward 1.000"]
-    assert lines[-2] == f"run directory: {launcher.run_dir}"
+    assert [line.split()[:3] for line in lines[-5:-3]] == [["step", "1/2", "0.500"], ["step", "2/2", "1.000"]]
+    assert lines[-3] == f"run directory: {launcher.run_dir}"
     assert lines[-1].startswith("done (step 2/2")
     assert not (launcher.run_dir / "job.json").exists()
 
@@ -366,8 +367,18 @@ def test_worker_that_does_not_get_on_writes_its_stacks_and_starts_again(launch: 
 def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
     launcher = launch("obey_phase", actor_ranks=3)
     launcher.wait_for_workers(7)
-    assert launcher.process.stdout is not None
-    assert launcher.process.stdout.readline().startswith("started 7 workers in ")
+    launcher.read_until("started 7 workers in ")
+
+
+def test_a_save_that_was_asked_for_reaches_the_workers_and_ends_nothing(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    store = launcher.store()
+    assert store.get("save") == b"0"
+    launcher.process.send_signal(SAVE_SIGNAL)
+    eventually(lambda: store.get("save") == b"1", "the request", launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
-from workers.records.samples import SampleLog
+from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import Response, Score
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load_reward import exact_reward
@@ -86,13 +86,13 @@ def scorer(model_dir: Path) -> Iterator[GatedScorer]:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Iterator[SampleLog]:
-    log = SampleLog(tmp_path, "rollout-0", shown=8, groups_per_step=32)
+    log = SampleLog(tmp_path, "rollout-0", kept=KeptGroups(8, 32))
     yield log
     log.close()
 
 
 def test_samples_whose_directory_cannot_be_made_cost_the_run_nothing(tmp_path: Path) -> None:
-    SampleLog(tmp_path / "gone", "rollout-0", shown=8, groups_per_step=32).close()
+    SampleLog(tmp_path / "gone", "rollout-0", kept=KeptGroups(8, 32)).close()
     assert not (tmp_path / "gone").exists()
 
 

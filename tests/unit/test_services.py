@@ -39,6 +39,7 @@ def test_controller_whose_thread_dies_after_the_stop_ends_and_names_it(monkeypat
             tq=SimpleNamespace(controllers=("controller-0", "controller-1")),
             schedule=SimpleNamespace(rollout_batch_size=1, live_rows=0),
             algorithm=SimpleNamespace(max_filtered=lambda _: 0),
+            rollout=SimpleNamespace(samples_per_step=0),
         ),
         start_step=0,
         job_credentials=lambda: None,

@@ -133,6 +133,16 @@ class AdmissionPlace:
 MakeAdmission = Callable[[AdmissionPlace], Admission]
 
 
+class LeaseObserver(Protocol):
+    """Hears of leases, from any thread, after their consumers; it must not block."""
+
+    def note_lease(self, grant: LeaseGrant, owner: str) -> None:
+        """A consumer got rows; another reader of a replica's lease gets the same token."""
+
+    def note_release(self, release: Release) -> None:
+        """A consumer returned rows."""
+
+
 # Rows lost with a unit: every other controller tells the lead about them, and hears who is done with them.
 #
 # Only the lead has lost rows put again, and it may not have met the unit, if both died together. It may also know that
@@ -232,7 +242,9 @@ class StateShell:
         outputs: Callable[[], Mapping[str, Iterable[str]]],
         orders: Callable[..., UnitOrders],
         restarted: bool,
+        observer: LeaseObserver | None = None,
     ) -> None:
+        self._observer = observer
         self.state = state
         self.lock = threading.Lock()
         self.calls = PendingRequests(timers, lambda request: self.apply_event(DeadlinePassed(request)))
@@ -256,6 +268,8 @@ class StateShell:
         with self.lock:
             answers = self.handle(event)
         self.send(answers)
+        if self._observer is not None and isinstance(event, Release):
+            self._observer.note_release(event)
 
     def handle(self, event: Event, request: int = 0) -> News:
         """Apply an event and return what to `send`. The caller holds the lock."""
@@ -293,6 +307,10 @@ class StateShell:
                     call.send_reply(replace(grant, values=event.values))
                 case (call, Answer(reply=reply)):
                     call.send_reply(reply)
+            match one:
+                case (Call(message=FetchRows() | FetchRound() as fetch), Answer(reply=LeaseGrant() as grant)):
+                    if self._observer is not None:
+                        self._observer.note_lease(grant, fetch.owner)
 
     def _make_durable(self, news: News) -> None:
         for one in news:
@@ -444,6 +462,7 @@ class ControllerService:
         version: step of the weights at the start.
         row_limit: live rows beyond which puts wait, unless `config` sets a limit; 0: no limit.
         lineage: of the queue; nothing of an earlier lineage counts.
+        observer: hears of the leases of this controller's tasks.
     """
 
     def __init__(
@@ -458,6 +477,7 @@ class ControllerService:
         version: int = 0,
         row_limit: int = 0,
         lineage: int = 0,
+        observer: LeaseObserver | None = None,
     ) -> None:
         self.threads = ServiceThreads(name)
         self._name = name
@@ -501,7 +521,7 @@ class ControllerService:
         self._shell = StateShell(
             state, self._memory, self._timers, self.threads,
             outputs=partial(TaskOutputs(credentials).read, self._directory.tasks), orders=orders,
-            restarted=self._recovered,
+            restarted=self._recovered, observer=observer,
         )  # fmt: skip
         self._shell.replay_memory()
         self._questions = None

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+LOADING = "loading the model"  # what a rank does while it starts
 SAVING = "saving"
 # Kinds of failures in users' code that a run survives.
 REWARD, ROLLOUT = "reward", "rollout"
@@ -54,7 +55,7 @@ STORE_TIMEOUT_S = 30.0
 @dataclass
 class _Status:
     state: str = STARTING
-    detail: str = ""
+    detail: str = "importing"
     step: int = 0
     version: int = -1
     rollouts: dict[str, float] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class WorkerContext:
         self.stopping = threading.Event()
         self._woken_to_stop: list[threading.Event] = []
         self.exiting = threading.Event()  # services exit, too
+        self.num_saves_asked = 0  # how often the user asked for a checkpoint
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
@@ -300,8 +302,10 @@ class WorkerContext:
         try:
             while True:
                 self._write_status(store)
-                if phase := store.get_existing(["phase"]):
-                    self._obey_phase(phase["phase"].decode())
+                said = store.get_existing(["phase", "save"])
+                if phase := said.get("phase"):
+                    self._obey_phase(phase.decode())
+                self.num_saves_asked = int(said.get("save", "0"))
                 if self._closed.wait(HEARTBEAT_S):
                     return
         except RuntimeError:

@@ -1,7 +1,10 @@
-"""Prompts with responses and rewards, a few groups per step, for people to read: `samples/GANG.jsonl`.
+"""A few groups of each step (`rollout.samples_per_step`), for people to read.
 
-The rollout writes them as responses are put, and so does the evaluation of held-out prompts; nothing reads them back. A
-full disk or a missing directory costs samples, not the run.
+    samples/GANG.jsonl         prompts, responses, rewards: the rollout, as responses are put, and the evaluation
+    trace/leases-GANG.jsonl    who got these rows of the queue, and when: its controllers
+    trace/trained-RANK.jsonl   the trainer's log-probabilities of the same tokens: the actor, once a step is finished
+
+Nothing in a run reads them back. A full disk or a missing directory costs lines, not the run.
 
 Legend of shapes: A drawn tokens of a rollout.
 """
@@ -10,39 +13,63 @@ import contextlib
 import itertools
 import json
 import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncflow.json_lines import open_spare
-from asyncflow.run_files import SAMPLES
+from asyncflow.run_files import SAMPLES, TRACE
+from tq.columns import PackedBatch
+from tq.messages import LeaseGrant, Release
 from workers.rewards.scorer import ScoredResponse
 from workers.rows.finished import FinishedRollout
+from workers.rows.packed_rows import ROW_DRAWN, SAMPLE_DRAWN
+from workers.settings.run import RunConfig
+
+MOST_TOKENS = 256
+"""So many log-probabilities of a row are kept, the first ones: about 2 KB."""
+# Leases wait in memory for the disk, and later ones are dropped; returned rows are known if they are among so many.
+_MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class KeptGroups:
+    """The groups that are written down: the first `shown` of each step. Group ids continue from step to step."""
+
+    shown: int
+    groups_per_step: int
+
+    def __contains__(self, group: int) -> bool:
+        return group % self.groups_per_step < self.shown
+
+
+def kept_groups(config: RunConfig) -> KeptGroups:
+    return KeptGroups(config.rollout.samples_per_step, config.schedule.rollout_batch_size)
+
+
 class SampleLog:
-    """Writes the responses of the first `shown` groups (`rollout.samples_per_step`) of each step that this instance
-    generated.
+    """Writes the responses of kept groups that this instance generated.
 
     Args:
-        groups_per_step: since group ids continue from step to step.
         tokenizer: for rollouts of several turns; None: do not show their tokens.
     """
 
-    def __init__(
-        self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int, tokenizer: Any | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, tokenizer: Any | None = None) -> None:
         self._tokenizer = tokenizer
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
-        self._shown = shown
-        self._groups_per_step = groups_per_step
+        self._kept = kept
 
     def write(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> None:
-        if group % self._groups_per_step >= self._shown or self._file.closed:
+        if group not in self._kept or self._file.closed:
             return
         line: dict[str, Any] = {
             "step": step,
@@ -57,6 +84,7 @@ class SampleLog:
             "correct": scored.correct,
             "response_tokens": rollout.log_probs_A.numel(),
             "truncated": rollout.truncated,
+            "log_probs": rounded(rollout.log_probs_A),
         }
         if rollout.conversations:
             line |= {
@@ -76,6 +104,120 @@ class SampleLog:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closing flushes the buffer, which may fail, too
             self._file.close()
+
+
+class LeaseLog:
+    """Writes the leases of kept groups; a `tq.control.controller.LeaseObserver`, with a thread of its own.
+
+    `now`: seconds since the command started.
+    """
+
+    def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, now: Callable[[], float]) -> None:
+        self._file = open_spare(run_dir / TRACE / f"leases-{gang}.jsonl", what="leases", loss="writes none")
+        self._kept = kept
+        self._now = now
+        self._rows: dict[int, None] = {}  # kept ones, the newest last; any thread, under the lock
+        self._lock = threading.Lock()
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._write_until_closed, name="leases", daemon=True)
+        self._thread.start()
+
+    def note_lease(self, grant: LeaseGrant, owner: str) -> None:
+        rows = [row for row, group in zip(grant.rows, grant.groups, strict=True) if group in self._kept]
+        if not rows:
+            return
+        with self._lock:
+            self._rows.update(dict.fromkeys(rows))
+            for row in list(itertools.islice(self._rows, max(0, len(self._rows) - _KNOWN_ROWS))):
+                del self._rows[row]
+        self._add({"task": grant.task, "token": grant.token, "step": grant.partition, "rows": rows, "to": owner})
+
+    def note_release(self, release: Release) -> None:
+        with self._lock:
+            rows = [row for row in release.rows if row in self._rows]
+        if rows:
+            why = "filtered" if release.filtered else "failed" if release.failures else "released"
+            self._add({"task": release.task, "token": release.token, "rows": rows, "ended": why})
+
+    def close(self) -> None:
+        """Write what waits; idempotent."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=1.0)
+        self._thread.join(timeout=5.0)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        with contextlib.suppress(queue.Full):  # a disk that hangs must not hold up the queue
+            self._waiting.put_nowait({**line, "time_s": round(self._now(), 3)})
+
+    def _write_until_closed(self) -> None:
+        try:
+            while (line := self._waiting.get()) is not None:
+                self._file.write(json.dumps(line).encode() + b"\n")
+                self._file.flush()
+        except OSError as error:
+            logger.warning("leases: %s; this process writes no more", error)
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """What the trainer computed for a kept row before the step's first update."""
+
+    index: int
+    log_probs_A: Tensor  # float32 [A], on the device; at most MOST_TOKENS
+
+
+class TrainedLog:
+    """Writes the trainer's log-probabilities of kept rows; one per rank of the actor."""
+
+    def __init__(self, run_dir: Path, rank: int, *, kept: KeptGroups) -> None:
+        self._file = open_spare(run_dir / TRACE / f"trained-{rank}.jsonl", what="log-probabilities", loss="writes none")
+        self.kept = kept
+
+    def find_rows(self, batch: PackedBatch, log_probs_A: Tensor) -> list[TrainedRow]:
+        """Return the kept rows of a micro-batch of samples, without waiting for the device.
+
+        A row of several samples is left out: these may be in several micro-batches, in any order.
+        """
+        if not batch.groups:
+            return []
+        drawn, of_row = batch[SAMPLE_DRAWN].values.tolist(), batch[ROW_DRAWN].values.tolist()
+        rows, begin = [], 0
+        for place, (number, whole) in enumerate(zip(drawn, of_row, strict=True)):
+            if number == whole and number and batch.groups[place] in self.kept:
+                part = log_probs_A[begin : begin + min(number, MOST_TOKENS)]
+                rows.append(TrainedRow(batch.indices[place], part.clone()))
+            begin += number
+        return rows
+
+    def write(self, rows: Iterable[TrainedRow], *, step: int, lineage: int, time_s: float) -> None:
+        rows = list(rows)
+        if not rows or self._file.closed:
+            return
+        values = rounded(torch.cat([row.log_probs_A for row in rows]), len(rows) * MOST_TOKENS)  # one transfer
+        begin, lines = 0, []
+        for row in rows:
+            part = values[begin : begin + len(row.log_probs_A)]
+            begin += len(part)
+            said = {"index": row.index, "step": step, "lineage": lineage, "time_s": round(time_s, 3)}
+            lines.append(json.dumps({**said, "log_probs": part}).encode() + b"\n")
+        try:
+            self._file.write(b"".join(lines))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("log-probabilities: %s; this process writes no more", error)
+            self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def rounded(log_probs_A: Tensor, most: int = MOST_TOKENS) -> list[float | None]:
+    """Return the first log-probabilities with four decimals; None: not a number."""
+    values = (log_probs_A[:most].double() * 1e4).round().tolist()
+    return [value / 1e4 if abs(value) < 1e12 else None for value in values]
 
 
 def version_spans(versions_A: Tensor) -> list[list[int]]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.log_format import TEXT, log_formatter
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from workers.rank.context import WorkerContext
 
@@ -31,8 +32,11 @@ def run_worker(run_dir: str, gang: str) -> None:
     """Run this process's role to its end; raises the AsyncFlowError that it could not handle."""
     # The launcher receives stop signals and tells the workers through the store.
     ignore_stop_signals()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
+    logging.basicConfig(level=logging.INFO, format=TEXT, force=True)
     with WorkerContext(Path(run_dir), gang) as context:
+        for handler in logging.getLogger().handlers:
+            form, gang = context.config.launcher.log_format, context.gang
+            handler.setFormatter(log_formatter(form, role=gang.role, gang=gang.name, rank=context.rank))
         module, _, function = ROLE_LOOPS.get(context.gang.role, COLUMN_LOOP).partition(":")
         getattr(importlib.import_module(module), function)(context)
 

@@ -32,6 +32,7 @@ from workers.engines.lora import adapted_modules, write_adapter
 from workers.outside.run_client import Announcement
 from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
+from workers.records.samples import LeaseLog, kept_groups
 from workers.rows.packed_rows import supervised_columns
 from workers.settings.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.settings.rollout import SamplingConfig
@@ -160,6 +161,9 @@ def run_controller(context: WorkerContext) -> None:
             feed_ended=functools.partial(_end_with_feed, context),
             last_failure=functools.partial(context.last_failure, ROLLOUT),
         )
+    leases = None
+    if config.rollout.samples_per_step:
+        leases = LeaseLog(context.run_dir, context.gang.name, kept=kept_groups(config), now=lambda: context.elapsed_s)
     service = ControllerService(
         context.job_credentials(),
         context.gang.name,
@@ -170,6 +174,7 @@ def run_controller(context: WorkerContext) -> None:
         version=context.start_step,
         row_limit=config.schedule.live_rows,
         lineage=context.job.lineage,
+        observer=leases,
     )
     if fed is not None:
         feed = FeedService(context.job_credentials(), fed, threads=service.threads)
@@ -178,6 +183,8 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()  # passes the stop on to all clients that wait
     service.threads.wait(context.exiting)
     service.close()
+    if leases is not None:
+        leases.close()
     if feed is not None:
         feed.close()
     if prompts is not None:

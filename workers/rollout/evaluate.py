@@ -34,8 +34,8 @@ from workers.data.task_source import held_out_sets
 from workers.engines.base import ResamplingEngine
 from workers.engines.load_engine import load_generate_engine, load_generating_model
 from workers.engines.weight_path import open_receiver
-from workers.rank.context import WorkerContext
-from workers.records.samples import SampleLog
+from workers.rank.context import LOADING, STARTING, WorkerContext
+from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
@@ -106,6 +106,7 @@ class Evaluator:
         self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1))
         sampling = config.evaluate.sampling(config.rollout)
         load = load_generate_engine if share is None else load_generating_model
+        context.report_state(STARTING, LOADING)
         self._engine = load(config, sampling, device=context.device)
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
@@ -113,7 +114,7 @@ class Evaluator:
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            shown=config.rollout.samples_per_step, groups_per_step=sum(one.num_prompts for one in self._sets),
+            kept=KeptGroups(config.rollout.samples_per_step, sum(one.num_prompts for one in self._sets)),
             tokenizer=tokenizer,
         )  # fmt: skip
         self._lines = JsonLines(context.run_dir / EVALUATION_FILE)

@@ -24,8 +24,8 @@ from tq.messages import NoRowsReason
 from weightsync.version import Version
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
-from workers.rank.context import WorkerContext
-from workers.records.samples import SampleLog
+from workers.rank.context import LOADING, STARTING, WorkerContext
+from workers.records.samples import SampleLog, kept_groups
 from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.functions import open_rollouts
@@ -152,6 +152,7 @@ class RolloutLoop:
         config = context.config
         self._context = context
         self._config = config
+        context.report_state(STARTING, LOADING)
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
         task = task_of("rollout", config, context.job)
         self._scorer, tokenizer = None, None
@@ -166,8 +167,7 @@ class RolloutLoop:
             self._group_reward = GroupReward(config.reward, group_size=size, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
-            tokenizer=tokenizer,
+            kept=kept_groups(config), tokenizer=tokenizer,
         )  # fmt: skip
         self._client = context.queue_client()
         self._client.declare_outputs(task.outputs)  # now, since the first rollout may take long

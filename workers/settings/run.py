@@ -12,6 +12,7 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.json_lines import replace_text
+from asyncflow.log_format import LogFormat
 from asyncflow.registry import Registry
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings
@@ -244,6 +245,9 @@ class LauncherConfig(Settings):
     accelerator, otherwise the CPU."""
     threads_per_worker: int = Field(1, ge=1)
     """Intra-op threads of every worker on the CPU."""
+    log_format: LogFormat = "text"
+    """Of the messages in `logs/`: `text`, or `json`: an object per line with `time`, `role`, `gang`, `rank`, `level`,
+    `logger`, `message`. What libraries and your own functions print stays as it is."""
     devices_per_node: int = Field(0, ge=0)
     """How many accelerators of every node ranks may use, counted from the first; 0: as many as node 0 has."""
     device_memory_gb: float | None = Field(None, gt=0)

@@ -22,7 +22,7 @@ from workers.calls.user_function import excerpt
 from workers.engines.base import TrainEngine
 from workers.engines.load_engine import load_forward_model, load_reward_model
 from workers.engines.weight_path import HeldWeights, open_receiver
-from workers.rank.context import WorkerContext
+from workers.rank.context import LOADING, STARTING, WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
@@ -81,6 +81,7 @@ class Rewards(ColumnTask):
         self._config = config.reward.model
         self.num_rows = config.schedule.n_samples_per_prompt
         if self._config is not None:
+            context.report_state(STARTING, LOADING)
             self._model = load_reward_model(self._config, device=context.device)
             self.num_rows = self._config.micro_batch_size
         self._scorer: Scorer | None = None
@@ -192,6 +193,7 @@ class FollowerLogProbs(ColumnTask):
         self.num_rows = config.ref.micro_batch_size
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._context = context
+        context.report_state(STARTING, LOADING)
         self._model = load_forward_model(context.config, device=context.device)
         receiver = open_receiver(
             context, self._model.weight_needs(), adopts=self._model.adopts_weights, whole=context.gang.num_ranks == 1

@@ -22,7 +22,7 @@ from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.engines.load_engine import load_frozen_model
 from workers.engines.weight_path import open_receiver
-from workers.rank.context import WorkerContext
+from workers.rank.context import LOADING, STARTING, WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rows.packed_rows import Sequences
 
@@ -84,6 +84,7 @@ class ReferencePolicy:
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
         weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
+        context.report_state(STARTING, LOADING)
         self._model = load_frozen_model(config, device=context.device, weights_dir=weights_dir)
         self._receiver: WeightReceiver | None = None
         if self._interval:

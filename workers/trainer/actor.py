@@ -57,10 +57,11 @@ from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
-from workers.rank.context import REWARD, ROLLOUT, SAVING, WorkerContext
+from workers.rank.context import LOADING, REWARD, ROLLOUT, SAVING, STARTING, WorkerContext
 from workers.rank.peers import ReplicaPeers, ReplicaPlace, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
+from workers.records.samples import TrainedLog, kept_groups
 from workers.records.step_record import StepRecord, StepRecorder, check_reference
 from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
@@ -95,6 +96,7 @@ class Actor:
         self._context = context
         self._config = config
         self._task = task = task_of("actor", config, context.job)
+        context.report_state(STARTING, LOADING)
         self._engine = load_train_engine(config, device=context.device)
         self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
         self._checkpointer = _open_checkpointer(context, self._engine)
@@ -106,6 +108,7 @@ class Actor:
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._gap_watch = GapWatch(config)
+        self._num_saves_asked = 0  # answered by a save; a trainer that starts again may save once more
         self._failed_rollouts = FailedShare(config.rollout.max_failed_share)
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
@@ -132,6 +135,9 @@ class Actor:
         rounds: RoundSource = self._loader
         if peers is not None and place.reads_several_times(config.tq.replica_fetch):
             rounds = EqualRounds(self._loader, peers.have_equal)
+        self._trained_log = None
+        if self._counts and config.rollout.samples_per_step:
+            self._trained_log = TrainedLog(context.run_dir, context.rank, kept=kept_groups(config))
         self._trainer = StepTrainer(
             context,
             (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
@@ -141,6 +147,7 @@ class Actor:
             role=self,
             tri_model=TriModel(config, self._engine) if config.actor.tri_model else None,
             counts=self._counts,
+            trained_log=self._trained_log,
         )
 
     def train(self) -> None:
@@ -167,6 +174,8 @@ class Actor:
         self._sender.close()
         self._columns.close()
         self._client.close()
+        if self._trained_log is not None:
+            self._trained_log.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -255,6 +264,10 @@ class Actor:
         record.checkpoint_failures = self._checkpointer.num_failures
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
+        if self._context.rank == 0 and not self._checkpointer.busy:
+            asked = self._context.num_saves_asked
+            record.save_wanted |= asked > self._num_saves_asked
+            self._num_saves_asked = asked
         record.merge_parts(gather(record.make_part()))
         record.gap_complaint = self._gap_watch.judge_gap(record.gap)
         if self._channel is not None:
@@ -262,6 +275,11 @@ class Actor:
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
+        if self._trained_log is not None:
+            context = self._context
+            self._trained_log.write(
+                record.kept, step=record.step, lineage=context.job.lineage, time_s=context.elapsed_s
+            )
         check_reference(record.step, record.totals.kl, self._config.algorithm.max_kl)
         self._gap_watch.check(record.step, record.gap_complaint)
 

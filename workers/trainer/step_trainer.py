@@ -30,6 +30,7 @@ from workers.engines.base import PipelinedEngine, TrainedEngine, TrainEngine, Va
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather, max_over_ranks, sum_over_ranks
 from workers.records.log_prob_gap import Comparison, MoveProbe
+from workers.records.samples import TrainedLog
 from workers.records.step_record import StepRecord, TrainedModel
 from workers.records.step_totals import UpdateTotals
 from workers.rows.packed_rows import micro_batches, samples_of, sequences_of
@@ -85,6 +86,7 @@ class StepTrainer:
         learners: the trained models; every micro-batch trains them one after the other.
         columns: the tasks that this process computes before training.
         counts: False if another rank of the replica counts the same rows.
+        trained_log: says which rows' log-probabilities the record keeps.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class StepTrainer:
         role: TrainingRole,
         tri_model: TriModel | None = None,
         counts: bool = True,
+        trained_log: TrainedLog | None = None,
     ) -> None:
         config = context.config
         self._context = context
@@ -109,6 +112,8 @@ class StepTrainer:
         self._role = role
         self._tri_model = tri_model
         self._counts = counts
+        self._trained_log = trained_log
+        self._compiles = training.compile  # in the first micro-batches
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._move_probe = self._open_move_probe()
         # What to note of micro-batches whose losses an engine has not called yet.
@@ -240,6 +245,9 @@ class StepTrainer:
         if self._move_probe is not None and compared is not None:
             assert compared.log_probs_A is not None, "the loss was called"
             self._move_probe.keep(batch, compared.log_probs_A)
+        if self._counts and self._trained_log is not None and compared is not None:
+            assert compared.log_probs_A is not None, "the loss was called"
+            record.kept += self._trained_log.find_rows(batch, compared.log_probs_A)
         if self._counts:
             gap = {} if compared is None else compared.stats
             record.add_loss(learner.model, self._algorithm.counts(batch), loss.stats, gap)
@@ -257,6 +265,7 @@ class StepTrainer:
     def _update_models(self, record: StepRecord) -> None:
         """Scale the gradient by what all ranks trained since the last update, then update."""
         self._finish_micro_batches(record)
+        self._compiles = False
         with self._context.timeline.span("wait for the device", step=record.step):
             record.fetch()
         for learner in self._active_learners(record):
@@ -305,7 +314,9 @@ class StepTrainer:
         number, every = record.num_updates + 1, self._training.num_updates
         update = f", update {number} of {every}" if every > 1 else ""
         responses = record.num_rows + num_arrived
-        self._context.report_state("training", f"step {record.step}{update}, {responses} responses", step=record.step)
+        compiles = ", compiling" if self._compiles else ""
+        what = f"step {record.step}{update}, {responses} responses{compiles}"
+        self._context.report_state("training", what, step=record.step)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ function liveSource() {
     log: (run, log, from) => ask("log", from === null ? { run, log } : { run, log, from }),
     account: (run) => ask("account", { run }),
     settings: () => ask("settings"),
-    stop: (run) => fetch("api/stop?run=" + run, { method: "POST", headers: { "X-AsyncFlow": "control" } }),
+    control: (what, run) => fetch(`api/${what}?run=${run}`, { method: "POST", headers: { "X-AsyncFlow": "control" } }),
   };
 }
 
@@ -528,12 +528,15 @@ function header(run, place) {
   const parts = [dot, el("b", null, now.name), el("span", { class: "state " + now.state }, now.state),
     `step ${now.step}${now.steps ? "/" + now.steps : ""}` + (now.time_s ? ` · ${duration(now.time_s)}` : "")
     + (left === null ? "" : ` · about ${duration(left)} left`)];
-  if (page.control && now.state === "running") parts.push(el("button", { onclick: async (event) => {
-    if (!confirm(`Save ${now.name} and stop it? It can be resumed.`)) return;
+  const button = (what, label, question) => el("button", { onclick: async (event) => {
+    if (question && !confirm(question)) return;
     event.target.disabled = true;
-    const answer = await page.source.stop(place);
-    if (!answer.ok) alert("not stopped: " + answer.statusText);
-  } }, "save and stop"));
+    const answer = await page.source.control(what, place);
+    if (!answer.ok) alert("not done: " + answer.statusText);
+  } }, label);
+  if (page.control && now.state === "running") parts.push(
+    button("save", "save after this step"),
+    button("stop", "save and stop", `Save ${now.name} and stop it? It can be resumed.`));
   return el("span", { class: "run" }, parts);
 }
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from conftest import MODEL_CONFIG
 
+from asyncflow.errors import ConfigError
 from launcher.cli.launch import launch
 from launcher.config.load_config import load_config
 from launcher.doctor.doctor_child import resolve
@@ -52,7 +53,8 @@ def refuse(tmp_path: Path, *arguments: object) -> str:
     before = tree(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2, result.output
-    assert result.stdout == ""
+    said = ("asyncflow: reading ", "run directory: ", "checking settings, ", "proving ")
+    assert [line for line in result.stdout.splitlines() if not line.startswith(said)] == []
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     assert tree(tmp_path) == before
@@ -88,6 +90,30 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
     lines = [{"step": 1 + group // size, "group": group} for group in range(step * size)]
     (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir
+
+
+def test_a_start_says_what_it_reads_and_where_the_run_will_be_before_it_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_run(*_: object, **__: object) -> None:
+        raise ConfigError("checked")
+
+    monkeypatch.setattr("launcher.request.request.check_run", check_run)
+    shown = run("quickstart")
+    first, second, third = shown.stdout.splitlines()
+    assert first == "asyncflow: reading quickstart"
+    assert second.startswith(f"run directory: {tmp_path / 'cwd' / 'runs' / 'quickstart-'}")
+    assert third == "checking settings, model, data and functions"
+    assert shown.stderr == "Error: checked\n"
+    assert run("quickstart", "--quiet").stdout == run("quickstart", "--dry-run").stdout == ""
+    apart = run("quickstart", "--json-lines")
+    assert apart.stdout == "" and apart.stderr.splitlines()[0] == first
+    assert "give one of them" in run("--quiet", "--json-lines").stderr
+
+
+def test_a_page_that_cannot_be_shown_is_refused_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncflow.extras.is_installed", lambda name: False)
+    assert "--view: aiohttp is not installed; pip install" in refuse(tmp_path, "--view")
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,11 @@ def test_a_verdict_is_remembered_and_its_parts_are_added(
 ) -> None:
     prover = Prover()
     monkeypatch.setattr(model_proof, "_prove", prover)
-    check_proven(run(model_dir, roles="rollout:1,actor:1"))
-    check_proven(run(model_dir, roles="rollout:1,actor:1"))
+    said: list[str] = []
+    check_proven(run(model_dir, roles="rollout:1,actor:1"), say=said.append)
+    assert said == [f"proving {model_dir} (once for this machine)"]
+    check_proven(run(model_dir, roles="rollout:1,actor:1"), say=said.append)
+    assert len(said) == 1, "nothing is proven again"
     assert [parts for _, _, parts in prover.asked] == [("names", "packed", "generate")]
     check_proven(run(model_dir, roles="rollout:1,actor:2"))
     assert prover.asked[-1][2] == ("names", "packed", "sharded", "generate")

@@ -1,21 +1,37 @@
 """What the user reads while a run goes on."""
 
+import fcntl
+import json
 import os
-import time
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
 from launcher.process.progress import (
+    Output,
     Progress,
+    Screen,
     Status,
+    draw_screen,
     evaluation_line,
+    failures_line,
     final_lines,
-    headline,
+    fit,
     print_line,
     role_rows,
+    sparkline,
+    step_heading,
     step_line,
 )
 
@@ -72,47 +88,92 @@ def test_services_show_no_version() -> None:
     assert role_rows([gang], {("storage-0", 0): status("serving")}, NOW) == [("storage", "1", "serving", "")]
 
 
-def test_headline_says_what_was_learned_and_how_fast() -> None:
-    full = {**STEP, "loss": -0.0123, "kl": 0.00456, "response_tokens_mean": 5.25}
-    assert headline(full, 60, 3665.9, EVALUATION) == (
-        "step 7/60 · 1:01:05 · reward 0.712 · accuracy 0.500 · loss -0.012 · kl 0.0046 · length 5.2",
-        "staleness 0.88 (max 1) · 12,346 tokens/s · held out 0.950 (step 10)",
-    )
-    assert headline(None, 60, 5.0) == ("step 0/60 · 0:05",)
+FULL = {**STEP, "loss": -0.0123, "kl": 0.00456, "response_tokens_mean": 5.25, "idle_fraction": {"actor": 0.254}}
 
 
-def test_block_keeps_its_height_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def screen_text(screen: Screen, width: int = 80, **options: Any) -> list[str]:
+    return [line.plain.rstrip() for line in draw_screen(screen, width, **options)]
+
+
+def test_screen_shows_progress_time_left_figures_roles_and_the_newest_sample() -> None:
+    screen = Screen([ACTOR], 60, now=NOW, elapsed_s=65.0, evaluation=EVALUATION)
+    for step in range(1, 8):
+        screen = screen.with_step({**FULL, "step": step, "reward_mean": step / 10, "step_time_s": 2.0})
+    busy = {("actor", rank): status("training", "step 8, 64 responses") for rank in (0, 1)}
+    sample = {"index": 12, "reward": 1.0, "prompt": "1+1=", "response": "2"}
+    screen = Screen(**{**vars(screen), "statuses": busy, "sample": sample, "num_warnings": 1, "warning": "lost a rank"})
+    lines = screen_text(screen)
+    assert lines[0].startswith("step 7/60 ━━━━") and lines[0].endswith(" 1:05, about 1:46 left")
+    assert lines[1:] == [
+        "reward 0.700 ▁▂▃▅▆▇█  accuracy 0.500  held out 0.950 (step 10)",
+        "kl 0.0046  length 5.2  staleness 0.88 (max 1)  12,346 tokens/s",
+        "actor  2  training step 8, 64 responses".ljust(63) + "  v12  idle  25 %",
+        "row 12, reward 1: 1+1= -> 2",
+        "1 warning: lost a rank",
+    ]
+    assert screen_text(Screen([], 60, elapsed_s=5.0))[0].endswith(" 0:05")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+@pytest.mark.parametrize("unicode", [False, True])
+def test_no_line_of_the_screen_is_wider_than_the_terminal(width: int, unicode: bool) -> None:
     """A line that wraps would make the block jump: the terminal is told to clear fewer rows than there are."""
-    console = Console(force_terminal=True, width=60, color_system=None)
-    full = {**STEP, "loss": -0.0123, "kl": 0.00456, "response_tokens_mean": 5.25}
-    busy = {("actor", 0): status("training", at=time.time()), ("actor", 1): status("w" * 80, at=time.time())}
-    with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
-        progress.step(full)
-        capsys.readouterr()
-        progress.update(busy)
-        block = capsys.readouterr().out.split("\x1b[2K")[-1].splitlines()
-    assert len(block) == 3, "two lines of figures and one of the only role"
-    assert all(len(line) <= 60 for line in block)
+    busy = {("actor", 0): status("w" * 80), ("actor", 1): status("training")}
+    wide = {"index": 1, "reward": None, "prompt": "漢字" * 80, "response": "a\nb" * 80}
+    screen = Screen(
+        [ACTOR], 10**6, now=NOW, statuses=busy, sample=wide, num_warnings=2, warning="x" * 300, note="n" * 300
+    ).with_step({**FULL, "step": 999_999})
+    drawn = draw_screen(screen, width, unicode=unicode)
+    assert all(line.cell_len <= width and "\n" not in line.plain for line in drawn)
+    assert len(drawn) == 7
+    if not unicode:
+        assert all(line.plain.isascii() for line in drawn[:4] + drawn[5:]), "all but the sample"
+
+
+def test_samples_cannot_command_the_terminal() -> None:
+    evil = {"index": 1, "reward": 0.0, "prompt": "\x1b[2Jclear", "response": "\u202eesrever\x9b31m\x07"}
+    (*_, line) = screen_text(Screen([], 1, sample=evil), 200)
+    assert line == "row 1, reward 0: \\x1b[2Jclear -> \\u202eesrever\\x9b31m\\x07"
+
+
+def test_sparkline_spans_its_values() -> None:
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert sparkline([3.0, 3.0], unicode=False) == "__"
+
+
+@pytest.mark.parametrize("last_step", [7, 60, 10**6 - 1])
+def test_step_lines_have_aligned_columns_and_fit_80(last_step: int) -> None:
+    heading = step_heading(last_step)
+    ends = [match.end() for match in re.finditer(r"\S+", heading)][1:]
+    for metrics in (FULL, {"step": 1}, {**FULL, "reward_mean": -123456.0, "train_tokens_per_s": 1.234e9, "loss": 1e-9}):
+        line = step_line(metrics, last_step)
+        assert [match.end() for match in re.finditer(r"\S+", line)][2:] == ends
+        assert len(line) <= 80
 
 
 def test_step_line() -> None:
-    expected = "step 7/60  reward 0.712  accuracy 0.500  staleness 0.88 (max 1)  12,346 tokens/s  0.42 s"
-    assert step_line(STEP, 60) == expected
+    assert step_heading(60) == "step       reward   acc   loss     kl  length stale  tokens/s       s"
+    assert step_line(FULL, 60) == "step 7/60   0.712 0.500 -0.012 0.0046     5.2  0.88    12,346    0.42"
 
 
 @pytest.mark.parametrize(
     ("failed", "words"),
     [
-        ({"reward_failures": 356, "samples": 512}, "accuracy 0.500  356 rewards failed of 512  staleness"),
-        ({"rollout_failures": 3, "samples": 512}, "accuracy 0.500  3 rollouts failed of 512  staleness"),
-        ({"dead_letter_groups": 2}, "accuracy 0.500  2 groups failed and were replaced  staleness"),
-        ({"reward_failures": 0, "rollout_failures": 0, "dead_letter_groups": 0, "samples": 8}, "0.500  staleness"),
+        ({"reward_failures": 356, "samples": 512}, "step 7: 356 rewards failed of 512"),
+        ({"rollout_failures": 3, "samples": 512}, "step 7: 3 rollouts failed of 512"),
+        ({"dead_letter_groups": 2}, "step 7: 2 groups failed and were replaced"),
+        ({"reward_failures": 0, "rollout_failures": 0, "dead_letter_groups": 0, "samples": 8}, ""),
     ],
 )
-def test_what_failed_stands_beside_the_figures_that_leave_it_out(failed: dict[str, int], words: str) -> None:
-    assert words in step_line({**STEP, **failed}, 60)
+def test_what_failed_is_told_since_the_figures_leave_it_out(
+    failed: dict[str, int], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failures_line({**STEP, **failed}) == words
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=False)) as progress:
+        progress.step({**STEP, **failed})
+    assert capsys.readouterr().out.splitlines()[2:] == ([words] if words else [])
     held_out = evaluation_line({**EVALUATION, "num_samples": 512, **failed}, 60)
-    assert ("356 rewards failed of 512" in held_out) == ("356" in words)
+    assert ("356 rewards failed" in held_out) == ("356" in words)
 
 
 EVALUATION = {
@@ -125,18 +186,14 @@ def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFix
     with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=False)) as progress:
         progress.report_evaluation(EVALUATION)
         progress.report_evaluation({**EVALUATION, "step": 5})  # another instance was slower
-    first = "held out, step 10/60  reward 0.963  accuracy 0.950 (0.764 to 0.991)  20 prompts  0.04 s"
+    first = "held out, step 10/60: accuracy 0.950 (0.764 to 0.991), reward 0.963"
     assert capsys.readouterr().out.splitlines()[0] == first
     assert progress.last_evaluation == EVALUATION
-    assert headline(None, 60, 5.0, EVALUATION)[1] == "held out 0.950 (step 10)"
+    assert len(evaluation_line({**EVALUATION, "step": 10**6}, 10**6)) <= 80
     lines = final_lines(
         0, "done", step=60, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=True, evaluation=EVALUATION
     )
     assert "held-out accuracy: 0.950 (0.764 to 0.991) at step 10" in lines
-
-
-def test_missing_figures_are_left_out() -> None:
-    assert step_line({"step": 1, "accuracy": None}, 2) == "step 1/2  "
 
 
 @pytest.mark.parametrize(
@@ -186,26 +243,50 @@ def test_status_takes_what_it_knows() -> None:
     assert Status("training").at_work
 
 
+def test_the_end_says_where_the_model_is_and_what_to_type() -> None:
+    ended: dict[str, Any] = {"step": 7, "last_step": 7, "elapsed_s": 1.0, "run_dir": Path("my runs/x")}
+    model = Path("my runs/x/checkpoints/step_000007/hf")
+    lines = final_lines(0, "done", resumable=True, model=model, **ended)
+    assert lines[1:3] == [f"model: {model}", "look at it: asyncflow view 'my runs/x'"]
+    assert "model: asyncflow export 'my runs/x'" in final_lines(75, "stopped", resumable=True, **ended)
+    assert not any("model" in line for line in final_lines(1, "no", resumable=False, **ended))
+
+
 def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=False)
     with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
         progress.update({("actor", 0): status("training")})
-        progress.step(STEP)
-    assert capsys.readouterr().out == step_line(STEP, 60) + "\n"
-    assert progress.last_finished_step == 7
+        for step in range(1, 22):
+            progress.step({**STEP, "step": step})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("step ") for line in lines] == [True] * 23, "the heading comes again after 20 steps"
+    assert lines[0] == lines[21] == step_heading(60)
+    assert lines[7] == step_line(STEP, 60)
+    assert progress.last_finished_step == 21
 
 
-def test_terminal_shows_headline_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(force_terminal=True, width=100, color_system=None)
-    with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
-        progress.step(STEP)
-        progress.show_note("stopping: ...")
-        progress.update({("actor", rank): status("training", at=time.time()) for rank in (0, 1)})
-    shown = capsys.readouterr().out
-    assert step_line(STEP, 60) in shown, "finished steps stay above the table"
-    assert "reward 0.712 · accuracy 0.500\n" in shown
-    assert "actor  2  training  v12" in shown
-    assert "stopping: ..." in shown
+def test_quiet_and_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for output in (Output.QUIET, Output.JSON):
+        output.say("reading")
+        with Progress([ACTOR], last_step=60, started_at=0.0, output=output) as progress:
+            progress.ready(2)
+            progress.step(STEP)
+            progress.report_evaluation(EVALUATION)
+            progress.print_warning("warning: \x1b[31mred")
+        shown = capsys.readouterr()
+        if output is Output.QUIET:
+            assert (shown.out, shown.err) == ("warning: \\x1b[31mred\n", "")
+        else:
+            assert [json.loads(line) for line in shown.out.splitlines()] == [STEP]
+            assert len(shown.err.splitlines()) == 4
+
+
+def test_long_events_break_between_words_and_paths_stay_whole() -> None:
+    path = "/a/" + "b" * 90
+    lines = fit(f"warning: {'word ' * 30}{path}", 80)
+    assert lines[-1].strip() == path
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert " ".join(line.strip() for line in lines) == f"warning: {'word ' * 30}{path}"
 
 
 def test_dumb_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +294,105 @@ def test_dumb_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str], monk
     with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=True)) as progress:
         progress.step(STEP)
         progress.update({("actor", 0): status("training")})
-        assert capsys.readouterr().out == step_line(STEP, 60) + "\n"
+        assert capsys.readouterr().out == f"{step_heading(60)}\n{step_line(STEP, 60)}\n"
+
+
+# In a real terminal.
+
+SHOWN = """
+import sys, time
+from launcher.process.progress import *
+from asyncflow.job import GangSpec
+actor = GangSpec("actor", "actor", 0, 1, ("cpu",))
+with Progress([actor], last_step=9, started_at=time.time()) as progress:
+    for step in range(1, 4):
+        sys.stdin.readline()
+        progress.step({"step": step, "reward_mean": step / 4, "step_time_s": 1.0})
+        progress.print_warning("warning: " + "word " * 30)
+        progress.update({("actor", 0): Status("training", f"step {step}", time=time.time(), version=step)})
+    sys.stdin.readline()
+print_line("done")
+"""
+
+
+class Terminal:
+    """A pseudo terminal with a program in it, and what the program has written."""
+
+    def __init__(self, columns: int, rows: int = 24) -> None:
+        self.master, slave = pty.openpty()
+        self.resize(columns, rows)
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", SHOWN], stdin=subprocess.PIPE, stdout=slave, stderr=subprocess.STDOUT,
+            env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[3])}, text=True, bufsize=1,
+        )  # fmt: skip
+        os.close(slave)
+        self.written = ""
+
+    def resize(self, columns: int, rows: int = 24) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def next_step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def read_until(self, text: str) -> str:
+        """Return what was written up to a text."""
+        while text not in self.written:
+            self.written += os.read(self.master, 65536).decode()
+        before, _, self.written = self.written.partition(text)
+        return before + text
+
+
+@contextmanager
+def terminal(columns: int) -> Iterator[Terminal]:
+    shown = Terminal(columns)
+    try:
+        yield shown
+    finally:
+        shown.process.kill()
+        shown.process.wait()
+        assert shown.process.stdin is not None
+        shown.process.stdin.close()
+
+
+def lines_in(written: str) -> list[str]:
+    """Return the rows that were written, without their commands for the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.gate
+def test_region_follows_the_size_of_its_terminal_and_leaves_the_lines_of_steps() -> None:
+    with terminal(80) as shown:
+        shown.next_step()
+        first = shown.read_until("training step 1") + shown.read_until("v1")
+        assert max(map(len, lines_in(first))) <= 80
+        shown.resize(70)
+        shown.next_step()
+        second = shown.read_until("training step 2") + shown.read_until("v2")
+        region = lines_in(second.rpartition("step 2/9 ")[2])
+        assert max(map(len, region)) <= 70
+        for _ in range(2):
+            shown.next_step()
+        last = shown.read_until("done")
+        assert "\x1b[?25h" in last, "the cursor is back"
+        everything = lines_in(first + second + last)
+        assert [line for line in everything if line.startswith("step 2/9  ")] == [step_line(_made(2), 9)]
+        assert shown.process.wait(30) == 0
+
+
+def _made(step: int) -> dict[str, float]:
+    return {"step": step, "reward_mean": step / 4, "step_time_s": 1.0}
+
+
+@pytest.mark.gate
+def test_a_terminal_that_is_closed_does_not_disturb_the_run() -> None:
+    with terminal(80) as shown:
+        shown.next_step()
+        shown.read_until("training step 1")
+        os.close(shown.master)
+        for _ in range(3):
+            shown.next_step()
+        assert shown.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -75,7 +75,9 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
     for shares in found.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert tuple(shares) == CATEGORIES
-    assert "100.0" in account_text(found) and account_text(found).startswith("% of time")
+    lines = account_text(found).splitlines()
+    assert lines[1].split()[:4] == ["%", "of", "time", "busy"] and lines[2].split()[0] == "rollout"
+    assert max(map(len, lines)) <= 80
 
 
 def test_of_spans_inside_each_other_the_innermost_counts() -> None:

@@ -82,7 +82,7 @@ def test_layout_is_made_with_the_resolved_configuration(write_config: Callable[.
     config = load_config(write_config())
     create_run_dir(tmp_path / "runs" / "a", config)
     made = sorted(path.name for path in (tmp_path / "runs" / "a").iterdir())
-    assert made == ["checkpoints", "config.yaml", "logs", "samples", "timeline"]
+    assert made == ["checkpoints", "config.yaml", "logs", "samples", "timeline", "trace"]
     assert load_config(tmp_path / "runs" / "a" / "config.yaml") == config
 
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
+from asyncflow.process import SAVE_SIGNAL
 from launcher.cli.commands import main
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
@@ -283,22 +284,29 @@ def test_the_page_gets_several_runs_and_how_they_differ(run_dir: Path, tmp_path:
     serve([run_dir, other], question)
 
 
-def test_a_run_is_stopped_only_by_a_page_with_control(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_saved_and_stopped_only_by_a_page_with_control(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     pytest.importorskip("aiohttp")
+    signals = {"stop": signal.SIGTERM, "save": SAVE_SIGNAL}
+    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in signals.values()}
     launcher: list[int | None] = [os.getpid()]
     monkeypatch.setattr("launcher.view.server.running_launcher", lambda path: launcher[0])
     control = {"X-AsyncFlow": "control"}
 
     async def without(client: Any, token: str) -> None:
-        assert (await client.post(f"/{token}/api/stop", headers=control)).status in (404, 405)
+        for what in signals:
+            assert (await client.post(f"/{token}/api/{what}", headers=control)).status in (404, 405)
 
     async def with_control(client: Any, token: str) -> None:
-        assert (await client.post("/wrong/api/stop", headers=control)).status == 404
-        assert (await client.post(f"/{token}/api/stop")).status == 403
-        assert (await client.get(f"/{token}/api/stop", headers=control)).status == 405
+        foreign = {**control, "Origin": "http://example.org"}
+        for what in signals:
+            assert (await client.post(f"/wrong/api/{what}", headers=control)).status == 404
+            assert (await client.post(f"/{token}/api/{what}")).status == 403
+            assert (await client.post(f"/{token}/api/{what}", headers=foreign)).status == 403
+            assert (await client.get(f"/{token}/api/{what}", headers=control)).status == 405
         assert got == []
+        own = {**control, "Origin": f"http://{client.server.host}:{client.server.port}"}
+        assert (await client.post(f"/{token}/api/save", headers=own)).status == 200
         assert (await client.post(f"/{token}/api/stop", headers=control)).status == 200
         launcher[0] = None
         assert (await client.post(f"/{token}/api/stop", headers=control)).status == 409
@@ -307,8 +315,9 @@ def test_a_run_is_stopped_only_by_a_page_with_control(run_dir: Path, monkeypatch
         serve([run_dir], without)
         serve([run_dir], with_control, control=True)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert got == [signal.SIGTERM]
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert got == [SAVE_SIGNAL, signal.SIGTERM]
 
 
 def test_without_aiohttp_or_a_run_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

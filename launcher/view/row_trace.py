@@ -1,0 +1,372 @@
+"""`asyncflow trace RUN ROW`: everything that a run wrote down about one row. Torch-free.
+
+    samples/rollout-*.jsonl    who drew it, with which weights, and what it says     kept rows only
+    trace/leases-*.jsonl       who got it of the queue, and when                     kept rows only
+    trace/trained-*.jsonl      the trainer's log-probabilities of its tokens         kept rows only
+    ledger.jsonl               the step that trained it, or what replaced its group  every row
+
+Where each row's lines are stands in `trace/index.sqlite`, which this command brings up to date first: it reads what was
+added to the files since, in transactions of a few megabytes, so a build that is killed goes on where it was. The run
+itself never reads or writes it. A file that was cut or replaced is read anew, and so is everything if the index is
+damaged.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.errors import ConfigError
+from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
+from launcher.process.progress import plain
+from launcher.run.several_runs import check_runs
+
+Fields = dict[str, Any]
+
+INDEX_FILE = "index.sqlite"
+_FORMAT = 1
+_CHUNK_BYTES = 8 * 2**20
+_TAIL_BYTES = 256
+_LOCK_S = 30.0
+_SCHEMA = """
+CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, inode INTEGER, read INTEGER, tail TEXT);
+CREATE TABLE rows (row INTEGER, file INTEGER, place INTEGER, PRIMARY KEY (row, file, place)) WITHOUT ROWID;
+CREATE TABLE groups (number INTEGER, file INTEGER, place INTEGER, PRIMARY KEY (number, file, place)) WITHOUT ROWID;
+"""
+
+
+class _Line(msgspec.Struct):
+    """What the index needs of a line of any of the files."""
+
+    index: int | None = None
+    indices: list[int] = []
+    rows: list[int] = []
+    group: int | None = None
+    replaced_by: int | None = None
+
+    def names(self, row: int) -> bool:
+        return row == self.index or row in self.indices or row in self.rows
+
+
+_decode = json_decoder(_Line).decode
+_json_object = json_decoder(dict[str, Any]).decode
+
+
+class RowIndex:
+    """Where each row's lines are; a context manager. Another process may use the same index at the same time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._path = run_dir / TRACE / INDEX_FILE
+        self._database = self._open()
+
+    def __enter__(self) -> "RowIndex":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+    def update(self) -> None:
+        """Take in what was added to the run's files since the last call."""
+        try:
+            self._update()
+        except sqlite3.OperationalError:  # such as a full disk or a lock, which says nothing about the index
+            raise
+        except sqlite3.DatabaseError:
+            self._begin_anew()
+            self._update()
+
+    def find_lines(self, row: int) -> list[tuple[str, Fields]]:
+        """Return (file, line) of every line that names a row, or that says what replaced its group."""
+        try:
+            return self._find_lines(row)
+        except (_Stale, sqlite3.DatabaseError):
+            self._begin_anew()
+            self._update()
+            return self._find_lines(row)
+
+    def _find_lines(self, row: int) -> list[tuple[str, Fields]]:
+        found = list(self._lines_of("rows", "row", row))
+        if any(not _decode(line).names(row) for _, line in found):
+            raise _Stale
+        read = [(name, _json_object(line)) for name, line in found]
+        groups = {line["group"] for _, line in read if isinstance(line.get("group"), int)}
+        for group in sorted(groups):
+            read += [(name, _json_object(line)) for name, line in self._lines_of("groups", "number", group)]
+        return read
+
+    def _lines_of(self, table: str, column: str, number: int) -> Iterator[tuple[str, bytes]]:
+        places = self._database.execute(
+            f"SELECT name, place FROM {table} JOIN files ON files.id = file WHERE {column} = ? ORDER BY name, place",
+            (number,),
+        ).fetchall()
+        for name, place in places:
+            try:
+                with (self._run_dir / name).open("rb") as file:
+                    file.seek(place)
+                    line = file.readline()
+                _decode(line)
+            except (OSError, *UNREADABLE, msgspec.ValidationError) as error:
+                raise _Stale from error
+            yield name, line
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            return self._connect(self._path)
+        except sqlite3.DatabaseError:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            with contextlib.suppress(sqlite3.DatabaseError):
+                return self._connect(self._path)
+        except OSError:
+            pass
+        return self._connect(":memory:")  # somebody else's run: all files are read, and nothing is left behind
+
+    @staticmethod
+    def _connect(path: Path | str) -> sqlite3.Connection:
+        database = sqlite3.connect(path, timeout=_LOCK_S, isolation_level=None)
+        try:
+            with _transaction(database):  # also finds out whether it may be written
+                (there,) = database.execute("PRAGMA user_version").fetchone()
+                if there != _FORMAT:
+                    for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+                        database.execute(f'DROP TABLE "{table}"')
+                    for statement in filter(str.strip, _SCHEMA.split(";")):
+                        database.execute(statement)
+                    database.execute(f"PRAGMA user_version = {_FORMAT}")
+        except sqlite3.DatabaseError:
+            database.close()
+            raise
+        return database
+
+    def _begin_anew(self) -> None:
+        self._database.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        self._database = self._open()
+
+    def _update(self) -> None:
+        names = [LEDGER_FILE]
+        for folder, pattern in ((SAMPLES, "rollout-*.jsonl"), (TRACE, "leases-*.jsonl"), (TRACE, "trained-*.jsonl")):
+            names += [f"{folder}/{path.name}" for path in sorted((self._run_dir / folder).glob(pattern))]
+        for name in names:
+            while self._read_some(name):
+                pass
+
+    def _read_some(self, name: str) -> bool:
+        """Take in the next lines of a file; returns whether there may be more."""
+        try:
+            with (self._run_dir / name).open("rb") as file:
+                facts = os.fstat(file.fileno())
+                known = self._database.execute("SELECT inode, read, tail FROM files WHERE name = ?", (name,)).fetchone()
+                if known is not None and known[:2] == (facts.st_ino, facts.st_size):
+                    file.seek(max(0, known[1] - _TAIL_BYTES))
+                    if _tail(file.read(min(known[1], _TAIL_BYTES))) == known[2]:
+                        return False
+                with _transaction(self._database):
+                    number, start = self._place_in(name, file, facts)
+                    file.seek(start)
+                    data = file.read(_CHUNK_BYTES)
+                    while data and b"\n" not in data and (more := file.read(_CHUNK_BYTES)):
+                        data += more
+                    data = data[: data.rfind(b"\n") + 1]
+                    self._add_lines(number, start, data)
+                    end = start + len(data)
+                    file.seek(max(0, end - _TAIL_BYTES))
+                    tail = _tail(file.read(min(end, _TAIL_BYTES)))
+                    self._database.execute("UPDATE files SET read = ?, tail = ? WHERE id = ?", (end, tail, number))
+                    return bool(data)
+        except OSError:
+            return False  # it is missing, or was just removed
+
+    def _place_in(self, name: str, file: Any, facts: os.stat_result) -> tuple[int, int]:
+        """Return the file's number and where to read on; a file that was cut or replaced is forgotten."""
+        known = self._database.execute("SELECT id, inode, read, tail FROM files WHERE name = ?", (name,)).fetchone()
+        if known is not None:
+            number, inode, read, tail = known
+            file.seek(max(0, read - _TAIL_BYTES))
+            if inode == facts.st_ino and read <= facts.st_size and _tail(file.read(min(read, _TAIL_BYTES))) == tail:
+                return int(number), int(read)
+            for table in ("rows", "groups"):
+                self._database.execute(f"DELETE FROM {table} WHERE file = ?", (number,))
+            self._database.execute("DELETE FROM files WHERE id = ?", (number,))
+        added = self._database.execute(
+            "INSERT INTO files (name, inode, read, tail) VALUES (?, ?, 0, ?)", (name, facts.st_ino, _tail(b""))
+        )
+        return int(added.lastrowid or 0), 0
+
+    def _add_lines(self, number: int, start: int, data: bytes) -> None:
+        rows: list[tuple[int, int, int]] = []
+        groups: list[tuple[int, int, int]] = []
+        place = start
+        for line in data.splitlines(keepends=True):
+            try:
+                one = _decode(line)
+            except (*UNREADABLE, msgspec.ValidationError):
+                one = _Line()  # a crash may have torn it
+            named = one.indices or one.rows or ([] if one.index is None else [one.index])
+            rows += [(row, number, place) for row in named]
+            if one.replaced_by is not None and one.group is not None:
+                groups.append((one.group, number, place))
+            place += len(line)
+        self._database.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?)", rows)
+        self._database.executemany("INSERT OR IGNORE INTO groups VALUES (?, ?, ?)", groups)
+
+
+class _Stale(Exception):
+    """The index names a place where the line is another one."""
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(sqlite3.DatabaseError):
+            database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
+
+
+def _tail(data: bytes) -> str:
+    return str(xxhash.xxh3_64_hexdigest(data))
+
+
+@dataclass(frozen=True)
+class RowTrace:
+    """What a run wrote down about a row.
+
+    Attributes:
+        samples: of each time that it was drawn; a resumed run draws some again. Each has its instance as `worker`.
+        leases: in order of time.
+        computed: the trainer's log-probabilities, of each time that it was trained.
+        trained, replaced: the lines of the ledger.
+    """
+
+    row: int
+    samples: Sequence[Fields] = ()
+    leases: Sequence[Fields] = ()
+    computed: Sequence[Fields] = ()
+    trained: Sequence[Fields] = field(default=())
+    replaced: Sequence[Fields] = ()
+
+    @staticmethod
+    def read(run_dir: Path, row: int) -> "RowTrace":
+        """Raises ConfigError: no run, or the run wrote nothing about the row."""
+        check_runs([run_dir])
+        with RowIndex(run_dir) as index:
+            index.update()
+            return RowTrace.from_lines(run_dir, row, index.find_lines(row))
+
+    @staticmethod
+    def from_lines(run_dir: Path, row: int, lines: Sequence[tuple[str, Fields]]) -> "RowTrace":
+        if not lines:
+            raise ConfigError(
+                f"ROW: {run_dir} wrote nothing about row {row}; a row is in its ledger once it is trained, and "
+                f"elsewhere if its group is kept (rollout.samples_per_step)"
+            )
+        folders = [(name.partition("/")[0], Path(name).stem, line) for name, line in lines]
+        traces = [(stem, line) for folder, stem, line in folders if folder == TRACE]
+        ledger = [line for name, line in lines if name == LEDGER_FILE]
+        return RowTrace(
+            row,
+            [{**line, "worker": stem} for folder, stem, line in folders if folder == SAMPLES],
+            sorted((line for stem, line in traces if stem.startswith("leases-")), key=lambda line: line["time_s"]),
+            [line for stem, line in traces if stem.startswith("trained-")],
+            [line for line in ledger if "replaced_by" not in line],
+            [line for line in ledger if "replaced_by" in line],
+        )
+
+    def as_dict(self) -> Fields:
+        return {name: value if name == "row" else list(value) for name, value in vars(self).items()}
+
+    def gaps(self) -> list[float]:
+        """Return the generating engine's log-probabilities minus the trainer's, for the tokens that have both; those of
+        the sample that was trained."""
+        if not self.trained or not self.samples or not self.computed:
+            return []
+        last = self.trained[-1]
+        mine = [line for line in self.computed if (line["lineage"], line["step"]) == (last["lineage"], last["step"])]
+        if not mine:
+            return []
+        pairs = zip(self.samples[-1].get("log_probs") or (), mine[-1]["log_probs"], strict=False)
+        return [drew - computed for drew, computed in pairs if drew is not None and computed is not None]
+
+    def as_text(self) -> str:
+        """Return lines of at most 80 columns, but for texts of the row."""
+        lines = [f"row {self.row}"]
+        for line in self.trained:
+            first, last = line["versions"]
+            versions = f"version {first}" if first == last else f"versions {first} to {last}"
+            lines += [
+                f"  trained in step {line['step']} (lineage {line['lineage']}) at {line['time_s']:.1f} s, "
+                f"group {line['group']}",
+                f"    admitted for step {line['admitted_step']}, epoch {line['epoch']}, drawn by {versions}, "
+                f"staleness {line['staleness']}",
+            ]
+        for line in self.replaced:
+            why = "filtered out" if "filtered" in line else f"given up in {line['task'] or 'some task'}"
+            lines.append(
+                f"  its group {line['group']} was {why} by step {line['step']}; group {line['replaced_by']} took its "
+                f"place"
+            )
+        for sample in self.samples:
+            lines += _sample_lines(sample)
+        lines += self._gap_lines()
+        if self.leases:
+            lines.append("  leases")
+            lines += _lease_lines(self.leases)
+        if not self.samples:
+            lines.append("  its group is not among those kept (rollout.samples_per_step): the ledger is all there is")
+        return "\n".join(lines)
+
+    def _gap_lines(self) -> list[str]:
+        gaps = self.gaps()
+        if not gaps:
+            return []
+        worst = max(range(len(gaps)), key=lambda place: abs(gaps[place]))
+        mean = sum(map(abs, gaps)) / len(gaps)
+        return [
+            f"  log-probabilities, engine minus trainer, of {len(gaps)} tokens: mean |gap| {mean:.4f},",
+            f"    largest {gaps[worst]:+.4f} at token {worst}",
+        ]
+
+
+def _sample_lines(sample: Fields) -> list[str]:
+    reward = "no reward" if sample.get("reward") is None else f"reward {sample['reward']:g}"
+    cut = ", truncated" if sample.get("truncated") else ""
+    lines = [
+        f"  drawn by {sample['worker']} for step {sample['step']}: {sample['response_tokens']} tokens, {reward}{cut}"
+    ]
+    begin = 0
+    for version, count in sample.get("versions") or ():
+        lines.append(f"    tokens {begin} to {begin + count - 1}: version {version}")
+        begin += count
+    for name in ("prompt", "response", "ground_truth"):
+        text = " ".join(plain(str(sample.get(name) or "")).split())
+        lines.append(f"    {name.replace('_', ' ')}: {text if len(text) <= 200 else f'{text[:197]}...'}")
+    return lines
+
+
+def _lease_lines(leases: Sequence[Fields]) -> list[str]:
+    lines = []
+    tokens: dict[str, int] = {}
+    for lease in leases:
+        task, token = lease["task"], lease["token"]
+        if "ended" in lease:
+            what = f"{lease['ended']} by its consumer"
+        else:
+            again = "" if tokens.get(task, token) == token else ", again: the one before ended without a result"
+            tokens[task] = token
+            what = f"to {lease['to']}{again}"
+        lines.append(f"    {lease['time_s']:9.3f} s  {task}  {plain(what)}")
+    return lines
