@@ -76,7 +76,8 @@ def _served(model_dir: Path, arguments: Sequence[str]) -> Iterator[str]:
         "--logprobs-mode", "processed_logprobs", *arguments,
     ]  # fmt: skip
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
