@@ -11,7 +11,7 @@ from .vllm_adapter import (
     VllmNpuAdapter,
     VllmTensorParallelAdapter,
 )
-from .vllm_serve_adapter import VllmServeAdapter
+from .vllm_serve_adapter import VllmServeAdapter, VllmServeLoraAdapter
 
 ADAPTERS = [
     HfAdapter(),
@@ -26,4 +26,5 @@ ADAPTERS = [
     VllmLoraTensorParallelAdapter(),
     VllmNpuAdapter(),
     VllmServeAdapter(),
+    VllmServeLoraAdapter(),
 ]

