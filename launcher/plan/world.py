@@ -4,7 +4,8 @@
 
 The run's own code makes the decisions: admission (`AdmissionState`), queue policies, the choice of rounds,
 micro-batches and mini-batches, when an instance swaps weights (`ScheduleMode.may_swap`) and whose turn it is
-(`SwapTurns`), and how responses slow each other down (`Decoding`). Only the processes that wait for each other are
+(`SwapTurns`), whether colocated roles stop in the middle of responses (`ScheduleMode.interrupts_for_turns`), and how
+responses slow each other down (`Decoding`). Only the processes that wait for each other are
 simulated here.
 """
 
@@ -230,6 +231,8 @@ class World:
         self.followers: list[Instance | ColumnWorker] = []
         self.gangs: list[SimulatedGang] = []
         """The actor, then a critic in a role of its own."""
+        self.device_turn: SimulatedTurn | None = None
+        """Of colocated roles."""
 
     def run_to_end(self) -> None:
         """Run until the last step is published.
@@ -242,6 +245,8 @@ class World:
                 f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
             )
             self._next_event()()
+            if self.device_turn is not None:
+                self.device_turn.pass_if_due()
 
     def schedule_at(self, time: float, action: Callable[[], None]) -> None:
         """Schedule an action at simulated time `time` (s); a time in the past means now."""
@@ -506,6 +511,29 @@ class SimulatedGang:
         self.num_updated = 0
         self._arriving = self._make_assigner(0)
         self._kept: list[tuple[Formed, int]] = []
+        self._turn: SimulatedTurn | None = None
+        self._held: list[int] = []
+        """Walkers that have a round, but not the devices."""
+
+    def share_devices(self, turn: "SimulatedTurn") -> None:
+        """Compute in turns from now on, and sleep until the first one."""
+        self._turn = turn
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether it would compute if it had the devices."""
+        return bool(self._held)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it computes, or will although nothing else happens."""
+        waiting = len(self._walkers) if self.num_updated == self._step else sum(self._idle) + len(self._held)
+        return waiting < len(self._walkers)
+
+    def turn_came(self) -> None:
+        held, self._held = self._held, []
+        for walker in held:
+            self._compute_round(walker)
 
     def form_rounds(self) -> None:
         """Form the rounds asked for, as far as rows have arrived."""
@@ -544,6 +572,9 @@ class SimulatedGang:
 
     def _compute_round(self, walker: int) -> None:
         world = self._world
+        if self._turn is not None and not self._turn.is_actors:
+            self._held.append(walker)
+            return
         formed = self._formed[self._taken[walker]]
         self._taken[walker] += 1
         # The round taken makes room for another one ahead.
@@ -723,6 +754,34 @@ class Instance:
         self._looks = 0
         self._busy_since: float | None = None
         self._computing = False
+        self._coming = 0
+        """Leases granted whose rows are on their way."""
+        self._asleep = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it draws, or would if it had the devices. Rollouts in their tools are none."""
+        draws = self._num_drawing or self._calls or self._waiting
+        return bool(draws or self._coming or self._swapping or self._needed > self._version)
+
+    def sleep(self) -> None:
+        """Stop where it is: responses keep their tokens, not their keys and values."""
+        self._asleep = True
+        self._decoding.pause(self._world.worked)
+        if self._computing:
+            self._computing = False
+            self._world.adjust_computing(-1)
+        self.note_idle()
+
+    def wake(self) -> None:
+        """Go on with the newest weights, after computing keys and values of what runs again."""
+        self._asleep = False
+        self._version = self._ready = max(self._ready, self._world.version)
+        self._decoding.resume(self._world.worked)
+        if self._drawing:
+            self._busy_since = self._world.now
+            self._compute_again()
+        self.advance_rollouts()
 
     def weights_arrived(self, version: int) -> None:
         self._ready = max(self._ready, version)
@@ -731,7 +790,7 @@ class Instance:
     def advance_rollouts(self) -> None:
         """Advance: collect finished turns, swap weights if due, fill free slots."""
         world = self._world
-        if self._swapping:
+        if self._swapping or self._asleep:
             return
         ended = self._decoding.take_ended(world.worked)
         for row in ended:
@@ -831,14 +890,13 @@ class Instance:
         self._swapping = False
         self._version = self._ready
         self._world.turns.end(self)
-        self._compute_again()
+        if self._world.scenario.times.recomputes and self._drawing:
+            self._compute_again()
         self.advance_rollouts()
 
     def _compute_again(self) -> None:
-        """Compute keys and values of everything that is drawn by the new weights, where a swap costs them."""
+        """Compute keys and values of everything that is drawn by the new weights."""
         times, now = self._world.scenario.times, self._world.worked
-        if not times.recomputes or not self._drawing:
-            return
         clock = self._decoding.clock_at(now)
         tokens = sum(before + (clock - begun) / self._alone_s for before, begun in self._drawing.values())
         self._decoding.stall_responses(times.prefill.call_duration_s(tokens, rows=len(self._drawing)), now)
@@ -907,8 +965,10 @@ class Instance:
     def _handle_grant(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]
         lease = _Lease(partition, len(rows), [])
+        self._coming += 1
 
         def came() -> None:
+            self._coming -= 1
             self._asked = False
             self._waiting.extend((lease, row) for row in rows)
             self.advance_rollouts()
@@ -921,6 +981,56 @@ class Instance:
         self._world.schedule_after(0.0, self.advance_rollouts)
 
 
+# Colocated roles: who has the devices.
+
+
+class SimulatedTurn:
+    """The turn of rollout and actor on the same devices; instances have it at first.
+
+        instances draw --nothing left to draw--> switch --> the actor trains what is ready --nothing left--> switch
+
+    With `colocate_async` instances also stop once a whole step is ready to be trained. Nobody gives the turn to a side
+    that has nothing to do.
+    """
+
+    def __init__(self, world: World, instances: Sequence[Instance], actor: SimulatedGang) -> None:
+        self._world = world
+        self._instances = instances
+        self._actor = actor
+        self._switching = False
+        self.is_actors = False
+
+    def pass_if_due(self) -> None:
+        """Begin a switch if the side that has the turn gives it away. Looked at after each event."""
+        if self._switching:
+            return
+        times = self._world.scenario.times
+        if not self.is_actors:
+            stops = self._world.scenario.schedule.mode.interrupts_for_turns
+            if self._actor.wants_turn and (stops or not self._instances_have_work()):
+                for instance in self._instances:
+                    instance.sleep()
+                self._switch(times.to_actor_s)
+        elif not self._actor.has_work and self._instances_have_work():
+            self._switch(times.to_rollout_s)
+
+    def _instances_have_work(self) -> bool:
+        return any(instance.has_work for instance in self._instances)
+
+    def _switch(self, seconds: float) -> None:
+        self._switching = True
+        self._world.schedule_after(seconds, self._end_switch)
+
+    def _end_switch(self) -> None:
+        self._switching = False
+        self.is_actors = not self.is_actors
+        if self.is_actors:
+            self._actor.turn_came()
+        else:
+            for instance in self._instances:
+                instance.wake()
+
+
 @dataclass(frozen=True)
 class Simulated:
     """Results of a simulated run.
@@ -930,12 +1040,14 @@ class Simulated:
         tokens: response tokens that each step trained.
         timeline: spans of all processes, as a real run records them.
         workers: role -> number of workers.
+        colocated: roles that share devices.
     """
 
     step_ends: Sequence[float]
     tokens: Sequence[int]
     timeline: RunTimeline
     workers: Mapping[str, int]
+    colocated: Sequence[str] = ()
 
     def step_s(self, skip: int) -> float:
         """Return the mean step time after the first `skip` steps (s)."""
@@ -946,13 +1058,19 @@ class Simulated:
         return sum(self.tokens[skip:]) / (self.step_ends[-1] - self.step_ends[skip])
 
     def idle(self, skip: int) -> dict[str, float]:
-        """Return, per role, the share of the time after the first `skip` steps in which its workers do not compute."""
+        """Return, per role, the share of the time after the first `skip` steps in which its workers do not compute.
+
+        Colocated roles have one share, of their devices, under the name `rollout+actor`.
+        """
         start, end = self.step_ends[skip], self.step_ends[-1]
         busy: dict[str, list[float]] = defaultdict(list)
         for process, spans in self.timeline.spans.items():
             inside = (max(0.0, min(end, span.end) - max(start, span.start)) for span in spans)
             busy[process.partition("-")[0]].append(sum(inside) / (end - start))
-        return {role: 1 - sum(shares) / self.workers[role] for role, shares in busy.items()}
+        used = {role: sum(shares) / self.workers[role] for role, shares in busy.items()}
+        if self.colocated:
+            used = {"+".join(self.colocated): sum(used.pop(role, 0.0) for role in self.colocated)} | used
+        return {role: 1 - share for role, share in used.items()}
 
 
 def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
@@ -976,6 +1094,9 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     gangs = [SimulatedGang(world, by_role[role]) for role in scenario.training]
     world.followers += [*instances, *columns]
     world.gangs += gangs
+    if scenario.colocated:
+        world.device_turn = SimulatedTurn(world, instances, gangs[0])
+        gangs[0].share_devices(world.device_turn)
     world.publish(0)
     for worker in columns:
         worker.start()
@@ -985,4 +1106,4 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     for instance in instances:
         instance.note_idle()
     timeline = RunTimeline(world.spans, dict(enumerate(world.step_ends)), {})
-    return Simulated(world.step_ends, world.trained, timeline, scenario.workers)
+    return Simulated(world.step_ends, world.trained, timeline, scenario.workers, scenario.colocated)
