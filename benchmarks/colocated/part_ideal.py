@@ -35,6 +35,7 @@ from benchmarks import say_when
 from benchmarks.ablation import ideal
 from benchmarks.ablation.launched import launch_values, run_values
 from benchmarks.ablation.workloads import WORKLOADS, Cluster, Workload
+from launcher.config.load_config import split_roles
 from launcher.plan.plan_report import open_planner
 from workers.engines.sim.decode_times import SimLengths
 from workers.settings.run import COLOCATED, RunConfig
@@ -139,17 +140,13 @@ def _ends(
 
 def predicted_step_s(values: Mapping[str, Any], devices: int) -> float:
     """Return the planner's step time of a run (s)."""
-    return open_planner(_checked(values), devices=devices, device=None).step_s()
+    return open_planner(run_config(values), devices=devices, device=None).step_s()
 
 
-def _checked(values: Mapping[str, Any]) -> RunConfig:
-    roles = dict(values["roles"])
-    together = "+".join(COLOCATED)
-    if together not in roles:
-        return RunConfig.model_validate(values)
-    number = roles.pop(together)
-    split = {"roles": {**dict.fromkeys(COLOCATED, number), **roles}, "colocated": COLOCATED}
-    return RunConfig.model_validate({**values, **split})
+def run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Return a checked configuration."""
+    roles, colocated = split_roles(values["roles"])
+    return RunConfig.model_validate({**values, "roles": roles, "colocated": colocated})
 
 
 def run(

@@ -143,6 +143,7 @@ _SCHEDULES = (
     (ScheduleMode.ASYNC, 2),
     (ScheduleMode.ASYNC, 4),
     (ScheduleMode.SUBSTEP, 1),
+    (ScheduleMode.COLOCATE_ASYNC, 1),
 )
 _LEAST_OF_FIRST_READY = 2
 """Staleness that `fill: first_ready` needs."""
@@ -468,6 +469,7 @@ class Planner:
         costs: of the model on the device; None: `sim` engines, whose section says how long everything takes.
         turns: for rollouts of functions and agents.
         objective: minimize the step time, or maximize the tokens per second and device.
+        colocated: whether rollout and actor take turns on the same devices; None: whichever is better.
     """
 
     config: RunConfig
@@ -477,6 +479,7 @@ class Planner:
     costs: CostModel | None = None
     turns: Turns | None = None
     objective: Objective = "time"
+    colocated: bool | None = None
 
     @property
     def device(self) -> Device | None:
@@ -631,10 +634,12 @@ class Planner:
         room = self.num_devices - fixed
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
         share = self._scoring_share(config) if self._bounds.scores else None
-        if config.schedule.mode is not ScheduleMode.COLOCATE_ASYNC:
+        only_turns = config.schedule.mode.interrupts_for_turns
+        if not (self.colocated or only_turns):
             yield from ({"roles": roles, "colocated": ()} for roles in splits(config, totals, share))
         # Ranks that share a machine share its memory, too, so they gain nothing from turns.
-        if self.device is None or not self.device.shared_by:
+        gains = only_turns or self.device is None or not self.device.shared_by
+        if self.colocated or (self.colocated is None and gains):
             yield from ({"roles": roles, "colocated": COLOCATED} for roles in colocated_splits(config, totals, share))
 
     def _scoring_share(self, config: RunConfig) -> float:

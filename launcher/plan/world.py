@@ -4,9 +4,8 @@
 
 The run's own code makes the decisions: admission (`AdmissionState`), queue policies, the choice of rounds,
 micro-batches and mini-batches, when an instance swaps weights (`ScheduleMode.may_swap`) and whose turn it is
-(`SwapTurns`), whether colocated roles stop in the middle of responses (`ScheduleMode.interrupts_for_turns`), and how
-responses slow each other down (`Decoding`). Only the processes that wait for each other are
-simulated here.
+(`SwapTurns`), which of colocated roles has the devices (`DeviceTurn`, `ScheduleMode.interrupts_for_turns`), and how
+responses slow each other down (`Decoding`). Only the processes that wait for each other are simulated here.
 """
 
 import heapq
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from launcher.plan.scenario import Scenario
+from launcher.process.device_turn import DeviceTurn, TurnAsked, TurnEvent, TurnGiven, TurnGranted, TurnWanted
 from launcher.timeline.run_timeline import RunTimeline, Span
 from tq import policies
 from tq.policies import Fifo, Item, Offer, Policy, TaskSpec, Want
@@ -245,8 +245,6 @@ class World:
                 f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
             )
             self._next_event()()
-            if self.device_turn is not None:
-                self.device_turn.pass_if_due()
 
     def schedule_at(self, time: float, action: Callable[[], None]) -> None:
         """Schedule an action at simulated time `time` (s); a time in the past means now."""
@@ -278,6 +276,16 @@ class World:
         """Charge the queue's CPU time for `number` requests, which only matters where processes share a machine."""
         if self.scenario.times.at_full_speed:
             self.start_computing(self.scenario.times.latency.request_s * number, lambda: None)
+
+    def ask_for_turn(self, gang: "Instance | SimulatedGang") -> None:
+        """A sleeping gang of colocated roles could work if it had the devices."""
+        if self.device_turn is not None:
+            self.device_turn.ask(gang)
+
+    def at_border(self, gang: "Instance | SimulatedGang") -> None:
+        """A gang may have nothing to do; where roles are colocated and the other side waits, it goes to sleep."""
+        if self.device_turn is not None:
+            self.device_turn.give_if_wanted(gang)
 
     def adjust_computing(self, more: int) -> None:
         """Change the number of workers that compute by `more`, which may be negative."""
@@ -511,18 +519,9 @@ class SimulatedGang:
         self.num_updated = 0
         self._arriving = self._make_assigner(0)
         self._kept: list[tuple[Formed, int]] = []
-        self._turn: SimulatedTurn | None = None
         self._held: list[int] = []
         """Walkers that have a round, but not the devices."""
-
-    def share_devices(self, turn: "SimulatedTurn") -> None:
-        """Compute in turns from now on, and sleep until the first one."""
-        self._turn = turn
-
-    @property
-    def wants_turn(self) -> bool:
-        """Whether it would compute if it had the devices."""
-        return bool(self._held)
+        self.name, self.asleep = task.role, False
 
     @property
     def has_work(self) -> bool:
@@ -530,7 +529,11 @@ class SimulatedGang:
         waiting = len(self._walkers) if self.num_updated == self._step else sum(self._idle) + len(self._held)
         return waiting < len(self._walkers)
 
-    def turn_came(self) -> None:
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
         held, self._held = self._held, []
         for walker in held:
             self._compute_round(walker)
@@ -569,11 +572,13 @@ class SimulatedGang:
             self._world.schedule_at(ready, lambda: self._compute_round(walker))
         else:
             self._idle[walker] = True
+            self._world.at_border(self)
 
     def _compute_round(self, walker: int) -> None:
         world = self._world
-        if self._turn is not None and not self._turn.is_actors:
+        if self.asleep:
             self._held.append(walker)
+            world.ask_for_turn(self)
             return
         formed = self._formed[self._taken[walker]]
         self._taken[walker] += 1
@@ -663,6 +668,7 @@ class SimulatedGang:
         self._taken = [0] * len(self._taken)
         self.num_updated = self._step
         self._world.step_updated(self)
+        self._world.at_border(self)
 
     def _column_s(self, task: str, rows: list[int]) -> float:
         size = self._training.rows_per_call
@@ -756,17 +762,17 @@ class Instance:
         self._computing = False
         self._coming = 0
         """Leases granted whose rows are on their way."""
-        self._asleep = False
+        self.asleep = False
 
     @property
     def has_work(self) -> bool:
         """Whether it draws, or would if it had the devices. Rollouts in their tools are none."""
         draws = self._num_drawing or self._calls or self._waiting
-        return bool(draws or self._coming or self._swapping or self._needed > self._version)
+        return bool(draws or self._coming or self._swapping or max(0, self._needed) > self._version)
 
     def sleep(self) -> None:
         """Stop where it is: responses keep their tokens, not their keys and values."""
-        self._asleep = True
+        self.asleep = True
         self._decoding.pause(self._world.worked)
         if self._computing:
             self._computing = False
@@ -775,7 +781,7 @@ class Instance:
 
     def wake(self) -> None:
         """Go on with the newest weights, after computing keys and values of what runs again."""
-        self._asleep = False
+        self.asleep = False
         self._version = self._ready = max(self._ready, self._world.version)
         self._decoding.resume(self._world.worked)
         if self._drawing:
@@ -790,7 +796,9 @@ class Instance:
     def advance_rollouts(self) -> None:
         """Advance: collect finished turns, swap weights if due, fill free slots."""
         world = self._world
-        if self._swapping or self._asleep:
+        if self.asleep and self.has_work and not self._coming:
+            world.ask_for_turn(self)
+        if self._swapping or self.asleep:
             return
         ended = self._decoding.take_ended(world.worked)
         for row in ended:
@@ -809,6 +817,7 @@ class Instance:
         end, number = self._decoding.next_end, self._looks
         if end is not None:
             world.at_work(end, lambda: self._look_again(number))
+        world.at_border(self)
 
     def _look_again(self, number: int) -> None:
         if number == self._looks:  # otherwise the next end has changed since
@@ -985,50 +994,55 @@ class Instance:
 
 
 class SimulatedTurn:
-    """The turn of rollout and actor on the same devices; instances have it at first.
+    """The turn of instances and actor on the same devices: the run's own `DeviceTurn`, with switches that take time.
 
-        instances draw --nothing left to draw--> switch --> the actor trains what is ready --nothing left--> switch
-
-    With `colocate_async` instances also stop once a whole step is ready to be trained. Nobody gives the turn to a side
-    that has nothing to do.
+    All sleep at first. A gang asks when it could work. One that has the devices and hears that the other side wants
+    them gives them away at its border: once it has nothing to do, or, an instance in `colocate_async`, at once.
     """
 
     def __init__(self, world: World, instances: Sequence[Instance], actor: SimulatedGang) -> None:
         self._world = world
-        self._instances = instances
         self._actor = actor
-        self._switching = False
-        self.is_actors = False
+        self._gangs: dict[str, Instance | SimulatedGang] = {gang.name: gang for gang in (*instances, actor)}
+        self._stops = world.scenario.schedule.mode.interrupts_for_turns
+        sides = {gang.name: "actor" if gang is actor else "rollout" for gang in self._gangs.values()}
+        self._turn = DeviceTurn(sides, interrupts=self._stops)
+        self._asked: set[str] = set()
+        self._wanted: set[str] = set()
+        for gang in self._gangs.values():
+            gang.sleep()
 
-    def pass_if_due(self) -> None:
-        """Begin a switch if the side that has the turn gives it away. Looked at after each event."""
-        if self._switching:
-            return
-        times = self._world.scenario.times
-        if not self.is_actors:
-            stops = self._world.scenario.schedule.mode.interrupts_for_turns
-            if self._actor.wants_turn and (stops or not self._instances_have_work()):
-                for instance in self._instances:
-                    instance.sleep()
-                self._switch(times.to_actor_s)
-        elif not self._actor.has_work and self._instances_have_work():
-            self._switch(times.to_rollout_s)
+    def ask(self, gang: "Instance | SimulatedGang") -> None:
+        if gang.name not in self._asked:
+            self._asked.add(gang.name)
+            self._follow(TurnAsked(gang.name))
 
-    def _instances_have_work(self) -> bool:
-        return any(instance.has_work for instance in self._instances)
+    def give_if_wanted(self, gang: "Instance | SimulatedGang") -> None:
+        stops = self._stops and gang is not self._actor
+        if gang.name in self._wanted and not gang.asleep and (stops or not gang.has_work):
+            gang.sleep()
+            self._wanted.discard(gang.name)
+            self._follow(TurnGiven(gang.name))
+            # An instance that was interrupted wants them back.
+            if gang is not self._actor and gang.has_work:
+                self.ask(gang)
 
-    def _switch(self, seconds: float) -> None:
-        self._switching = True
-        self._world.schedule_after(seconds, self._end_switch)
+    def _follow(self, event: TurnEvent) -> None:
+        world, times = self._world, self._world.scenario.times
+        for said in self._turn.handle(event):
+            gang = self._gangs[said.gang]
+            match said:
+                case TurnGranted():
+                    self._asked.discard(said.gang)
+                    switch_s = times.to_actor_s if gang is self._actor else times.to_rollout_s
+                    world.schedule_after(switch_s, partial(self._wake, gang))
+                case TurnWanted():
+                    self._wanted.add(said.gang)
+                    world.schedule_after(0.0, partial(self.give_if_wanted, gang))
 
-    def _end_switch(self) -> None:
-        self._switching = False
-        self.is_actors = not self.is_actors
-        if self.is_actors:
-            self._actor.turn_came()
-        else:
-            for instance in self._instances:
-                instance.wake()
+    def _wake(self, gang: "Instance | SimulatedGang") -> None:
+        gang.wake()
+        self.give_if_wanted(gang)
 
 
 @dataclass(frozen=True)
@@ -1096,7 +1110,6 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     world.gangs += gangs
     if scenario.colocated:
         world.device_turn = SimulatedTurn(world, instances, gangs[0])
-        gangs[0].share_devices(world.device_turn)
     world.publish(0)
     for worker in columns:
         worker.start()
