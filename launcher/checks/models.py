@@ -24,7 +24,7 @@ from workers.data.model_files import (
     stored_tensors,
     vocabulary_size,
 )
-from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
+from workers.engines.device_memory import SWITCH, ModelSizes, Parts, memory_of_roles
 from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
 
@@ -247,8 +247,9 @@ _REMEDIES = {
     "actor_fwd": _OF_COPIES,
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
+    SWITCH: "give both roles more ranks, lower weightsync.bucket_bytes, or give each role devices of its own",
 }
-_BESIDE_VLLM = ("next version", "buckets")
+_BESIDE_VLLM = ("next version", "buckets", "asleep")
 """Not part of the share that vLLM takes."""
 
 
@@ -272,10 +273,10 @@ def device_memory(config: RunConfig, model: ModelSizes | None, limit_gb: float |
             )
         beside = {name: size for name, size in parts.items() if name not in inside}
         if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit_gb * 1e9:
+            instead = ", or set weightsync.path to staged" if config.weightsync.path == "broadcast" else ""
             raise ConfigError(
                 f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
-                f"{share:g} of the device's {limit_gb:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path "
-                f"to staged"
+                f"{share:g} of the device's {limit_gb:g} GB; lower vllm.gpu_memory_utilization{instead}"
             )
     return roles
 

@@ -133,7 +133,7 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
     sampling = SamplingConfig(max_response_tokens=8)
     given = engine_arguments(
         Path("model"), ModelConfig(path="model"), VllmConfig(), plan_log_probs(sampling),
-        max_len=16, num_slots=1, device=torch.device(device),
+        max_len=16, num_slots=1, device=torch.device(device), sleeps=True,
     )  # fmt: skip
     assert {*given, *OWN_ARGUMENTS} <= set(RECORDS["vllm"]["names"]["vllm.AsyncEngineArgs"]["parameters"])
 

@@ -12,7 +12,7 @@ OWN_ARGUMENTS = frozenset({
     "weight_transfer_config", "generation_config", "dtype", "max_model_len", "max_num_seqs", "enforce_eager",
     "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size", "pipeline_parallel_size",
     "data_parallel_size", "enable_prefix_caching", "disable_log_stats", "enable_log_requests",
-    "distributed_executor_backend",
+    "distributed_executor_backend", "enable_sleep_mode",
 })  # fmt: skip
 
 

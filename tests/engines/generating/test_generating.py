@@ -4,7 +4,7 @@ from asyncflow.testing.generating import *  # noqa: F403
 
 from .hf_adapter import HfAdapter, HfFinishAdapter, HfKeepAdapter
 from .sim_adapter import SimAdapter
-from .vllm_adapter import VllmAdapter, VllmNpuAdapter, VllmTensorParallelAdapter
+from .vllm_adapter import VllmAdapter, VllmNpuAdapter, VllmSleepingAdapter, VllmTensorParallelAdapter
 from .vllm_serve_adapter import VllmServeAdapter
 
 ADAPTERS = [
@@ -14,6 +14,7 @@ ADAPTERS = [
     SimAdapter(),
     VllmAdapter(),
     VllmTensorParallelAdapter(),
+    VllmSleepingAdapter(),
     VllmNpuAdapter(),
     VllmServeAdapter(),
 ]

@@ -93,6 +93,7 @@ def engine_arguments(
     max_len: int,
     num_slots: int,
     device: torch.device,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`."""
     on_cpu = device.type == "cpu"
@@ -120,6 +121,8 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
+        # Weights and cache in memory that can be unmapped; a vLLM for the CPU refuses it.
+        **({"enable_sleep_mode": True} if sleeps and not on_cpu else {}),
         **config.engine_args,
     }
 
