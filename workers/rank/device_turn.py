@@ -43,6 +43,7 @@ class Word(StrEnum):
     GIVEN = "given"
     GRANTED = "granted"
     WANTED = "wanted"
+    CLOSED = "closed"  # the launcher, to itself: nobody listens any more
 
 
 @dataclass(frozen=True)
