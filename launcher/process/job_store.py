@@ -196,7 +196,7 @@ class TurnMessages:
         if isinstance(instruction, TurnGranted):
             told = TurnMessage(Word.GRANTED, gang, attempt, number, instruction.version)
         else:
-            told = TurnMessage(Word.WANTED, gang, attempt, number)
+            told = TurnMessage(Word.WANTED_AT_ONCE if instruction.urgent else Word.WANTED, gang, attempt, number)
         for rank in range(self._gangs[gang].num_ranks):
             self._store.queue_push(told_queue(gang, attempt, rank), told.to_json())
 

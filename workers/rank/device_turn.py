@@ -43,6 +43,7 @@ class Word(StrEnum):
     GIVEN = "given"
     GRANTED = "granted"
     WANTED = "wanted"
+    WANTED_AT_ONCE = "wanted at once"
     CLOSED = "closed"  # the launcher, to itself: nobody listens any more
 
 
@@ -102,7 +103,7 @@ class TurnHolder:
         self._meet = meet
         self._number = 0
         self._changed = threading.Condition()
-        self._held = self._asked = self._wanted = False
+        self._held = self._asked = self._wanted = self._at_once = False
         self._version: Version | None = None
         listen.set_timeout(_NO_DEADLINE)
         threading.Thread(target=self._listen, args=(listen,), name="turn", daemon=True).start()
@@ -121,6 +122,11 @@ class TurnHolder:
     def wanted(self) -> bool:
         """The gang has the devices, and the other side waits for them."""
         return self._held and self._wanted
+
+    @property
+    def wanted_at_once(self) -> bool:
+        """The same, by a trainer that starts again: what the gang does is void."""
+        return self._held and self._at_once
 
     @property
     def version(self) -> Version | None:
@@ -175,10 +181,11 @@ class TurnHolder:
     def _note(self, told: TurnMessage) -> None:
         with self._changed:
             if told.word is Word.GRANTED:
-                self._held, self._asked, self._wanted = True, False, False
+                self._held, self._asked, self._wanted, self._at_once = True, False, False, False
                 self._version = None if told.version is None else Version(*told.version)
             else:
                 self._wanted = True
+                self._at_once = told.word is Word.WANTED_AT_ONCE
             self._changed.notify_all()
         self._news.set()
 

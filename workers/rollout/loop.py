@@ -283,7 +283,8 @@ class RolloutLoop:
     def _stays_awake(self, turn: TurnHolder) -> bool:
         """Return whether the loop may go on and draw; False: look again."""
         if self._awake:
-            if turn.wanted and (self._config.schedule.mode.interrupts_for_turns or self._is_idle()):
+            at_once = turn.wanted_at_once or self._config.schedule.mode.interrupts_for_turns
+            if turn.wanted and (at_once or self._is_idle()):
                 self._fall_asleep(turn)
             return self._awake
         if turn.held:
