@@ -142,7 +142,7 @@ class DeviceTurn:
 
     def _grant(self) -> Iterable[TurnInstruction]:
         side = self.holder or next((self._sides[gang] for gang in self._asked), "")
-        if self._holders and self._interrupts and self._is_wanted(side):
+        if self._holders and self._is_wanted(side) and (self._interrupts or self._is_urgent):
             return []
         granted = [gang for gang in self._asked if self._sides[gang] == side]
         for gang in granted:
@@ -154,11 +154,14 @@ class DeviceTurn:
     def _tell_holders(self) -> Iterable[TurnInstruction]:
         if not self._is_wanted(self.holder):
             return []
-        urgent = any(self._sides[gang] in TRAINERS for gang in self._restarted.intersection(self._asked))
-        news = [TurnWanted(gang, self._attempts[gang], urgent) for gang in self._holders]
+        news = [TurnWanted(gang, self._attempts[gang], self._is_urgent) for gang in self._holders]
         news = [one for one in news if self._holders[one.gang] not in (one, replace(one, urgent=True))]
         self._holders |= {one.gang: one for one in news}
         return news
+
+    @property
+    def _is_urgent(self) -> bool:
+        return any(self._sides[gang] in TRAINERS for gang in self._restarted.intersection(self._asked))
 
     def _is_wanted(self, side: str) -> bool:
         return any(self._sides[gang] != side for gang in self._asked)

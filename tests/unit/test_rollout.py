@@ -102,7 +102,8 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made: Any = object.__new__(RolloutLoop)
     made._config = SimpleNamespace(
         schedule=SimpleNamespace(mode=mode, n_samples_per_prompt=4),
-        rollout=SimpleNamespace(is_own=False),
+        rollout=SimpleNamespace(is_own=False, engine="sim"),
+        roles_text="rollout+actor:1",
         weightsync=SimpleNamespace(timeout_s=timeout_s),
         seed=0,
         deterministic=False,

@@ -202,10 +202,13 @@ def open_turn(
     )  # fmt: skip
 
 
-def wait_for_devices(context: "WorkerContext", turn: TurnHolder, *, stop: threading.Event | None = None) -> bool:
-    """Ask, and wait until the gang has the devices; returns whether it has them. The status says so meanwhile."""
+def wait_for_devices(
+    context: "WorkerContext", turn: TurnHolder, *, stop: threading.Event | None = None, span: str = "wait for devices"
+) -> bool:
+    """Ask, and wait until the gang has the devices, or `stop` is set; returns whether it has them. The status says so
+    meanwhile. `span`: of the timeline; another one inside of a span that counts as a wait."""
     turn.ask()
-    with context.waiting_for_devices(WAITING), context.timeline.span("asleep"):
+    with context.waiting_for_devices(WAITING), context.timeline.span(span):
         return turn.wait(stop)
 
 
