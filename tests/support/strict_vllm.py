@@ -24,6 +24,7 @@ from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
 TAGS = {"weights", "kv_cache"}
+_LOOK_S = 0.001
 TOKEN = 5
 """What every request draws."""
 
@@ -36,9 +37,11 @@ class Refused(Exception):
 class StrictLlm:
     """Attributes:
     tells_versions: as vLLM from 0.32 on; then running requests can be kept over a swap.
+    most_tokens: a request waits once it has drawn so many.
     """
 
     tells_versions: bool = True
+    most_tokens: int = 1000
     calls: list[str] = field(default_factory=list)
     asleep: set[str] = field(default_factory=set)
     paused: bool = False
@@ -124,15 +127,15 @@ class StrictLlm:
         spans: list[list[Any]] = []
         try:
             while True:
-                while self.paused and not self.running[name]:
-                    await asyncio.sleep(0)
+                drawn = spans[-1][2] if spans else 0
+                while (self.paused or drawn >= self.most_tokens) and not self.running[name]:
+                    await asyncio.sleep(_LOOK_S)
                 if self.running[name]:
                     yield self._output(spans, "abort")
                     return
                 if self.asleep or not self.loaded:
                     raise Refused("a token is drawn without memory or weights")
                 self.num_drawn += 1
-                drawn = spans[-1][2] if spans else 0
                 if spans and spans[-1][0] == self.version:
                     spans[-1][2] += 1
                 else:

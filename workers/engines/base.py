@@ -474,6 +474,11 @@ class EngineSetup:
         return Path(self.run.model.path)
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the engine of a rollout or actor has its device only at times; an evaluation's has its own."""
+        return self.run.is_colocated and self.sampling is self.run.rollout
+
+    @property
     def actor(self) -> ActorConfig:
         """How the policy is trained, with the learning-rate schedule resolved for this run."""
         return self.run.actor.for_run(self.run.steps, begins_after=self.run.critic_only_steps)

@@ -49,20 +49,22 @@ def test_running_responses_go_on_after_a_sleep_and_none_is_lost(model_dir: Path,
     with strict_vllm(model_dir, llm) as engine:
         assert isinstance(engine, SleepingGenerator)
         load(engine, 3)
+        llm.most_tokens = 8
         engine.submit(requests(0, 1))
-        engine.step(NEVER)
+        while llm.num_drawn < 2 * 8:
+            engine.step(NEVER)
         before = len(llm.calls)
         engine.sleep()
-        drawn = llm.num_drawn
-        assert drawn and len(llm.running) == (2 if tells_versions else 0), "an old vLLM cannot keep them"
+        assert len(llm.running) == (2 if tells_versions else 0), "an old vLLM cannot keep them"
         engine.submit(requests(2))
         engine.cancel(1)
         wake(engine, 4)
         assert llm.calls[before:] == [f"sleep 2 {'keep' if tells_versions else 'abort'}", *TURN]
+        llm.most_tokens = 40
         responses = drain(engine)
         assert [response.ticket for response in responses] == [0, 2]
         assert [len(response.response_R) for response in responses] == [40, 40]
-        assert set(responses[0].versions_R.tolist()) == {3, 4} and set(responses[1].versions_R.tolist()) == {4}
+        assert responses[0].versions_R.tolist() == [3] * 8 + [4] * 32 and set(responses[1].versions_R.tolist()) == {4}
         assert llm.num_aborted == (0 if tells_versions else 2)
 
 

@@ -119,6 +119,7 @@ class VllmEngine(TaskEngine):
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
             joins_groups=setup.run.weightsync.path == "broadcast",
+            sleeps=setup.takes_turns,
         )
 
     @property
