@@ -54,7 +54,7 @@ class StrictLlm:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._note(f"sleep {level} {mode}")
-        if self.asleep:
+        if "weights" in self.asleep or (self.asleep and not self.tells_versions):
             raise Refused("sleep while parts sleep: vLLM warns and does nothing")
         if level != 2:
             raise Refused(f"level {level} keeps weights in host memory, or everything on the device")
@@ -67,7 +67,7 @@ class StrictLlm:
             raise Refused(
                 f"wake_up({tags}) while {sorted(self.asleep)} sleep: vLLM warns, or wakes all with old weights"
             )
-        if "kv_cache" in tags and not self.loaded:
+        if "kv_cache" in tags and not self.loaded and (self.tells_versions or self.running):
             raise Refused("the cache wakes before weights were loaded: requests would be drawn with lost ones")
         self.asleep -= set(tags)
         if not self.asleep or not self.tells_versions:  # 0.23 resumes after any part

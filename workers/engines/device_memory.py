@@ -133,19 +133,16 @@ SWITCH = "rollout+actor"
 
 def _add_other_side(config: RunConfig, roles: dict[str, Parts]) -> None:
     """Add what a device holds of the side whose turn it is not, and the moment at which both have weights there."""
-    #     rollout's turn    its own parts                                  + the actor's context and communicators
-    #     actor's turn      its own parts                                  + the generator's
-    #     switch            the actor's state, the generator's weights, a bucket at each end, and both contexts
-    sides = [roles[role] for role in ("rollout", "actor") if role in roles]
-    if len(sides) == 2:
-        generator, trainer = sides
-        state = {name: size for name, size in trainer.items() if name in STATE}
-        roles[SWITCH] = state | {
-            "generator's weights": generator["weights"],
-            "buckets": 2 * config.weightsync.bucket_bytes,
-        }
-    for parts in (*sides, *([roles[SWITCH]] if SWITCH in roles else [])):
-        parts["asleep"] = RUNTIME
+    #     a role's turn   its own parts                                  + the contexts and communicators of the others
+    #     the switch      the actor's state, the generator's weights, a bucket at each end, and all contexts
+    sides = [roles[role] for role in config.colocated if role in roles]
+    if "rollout" in roles and "actor" in roles:
+        state = {name: size for name, size in roles["actor"].items() if name in STATE}
+        weights = {"generator's weights": roles["rollout"]["weights"]}
+        roles[SWITCH] = state | weights | {"buckets": 2 * config.weightsync.bucket_bytes}
+        sides.append(roles[SWITCH])
+    for parts in sides:
+        parts["asleep"] = (len(config.colocated) - 1) * RUNTIME
 
 
 def state_of_roles(config: RunConfig, num_parameters: int) -> dict[str, int]:

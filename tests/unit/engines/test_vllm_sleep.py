@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.strict_vllm import WRONG, StrictLlm, Wrong, refuses, strict_vllm
+from tests.support.strict_vllm import TAGS, WRONG, StrictLlm, Wrong, refuses, strict_vllm
 from workers.engines.base import GenerateRequest, Generation, SleepingGenerator, WakePart
 from workers.engines.vllm.engine import VllmEngine
 
@@ -80,6 +80,24 @@ def test_no_token_is_drawn_before_the_cache_is_back(model_dir: Path) -> None:
         assert (llm.num_drawn, llm.running) == (0, {})
         engine.wake(WakePart.KV_CACHE)
         assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize("tells_versions", [True, False], ids=["0.32", "before"])
+def test_an_engine_that_got_no_weights_sleeps_again(model_dir: Path, tells_versions: bool) -> None:
+    llm = StrictLlm(tells_versions, most_tokens=8)
+    with strict_vllm(model_dir, llm) as engine:
+        load(engine, 0)
+        engine.submit(requests(0))
+        while llm.num_drawn < 8:
+            engine.step(NEVER)
+        engine.sleep()
+        engine.submit(requests(1))
+        engine.wake(WakePart.WEIGHTS)
+        engine.sleep()
+        assert (llm.asleep, llm.num_drawn) == (TAGS, 8)
+        llm.most_tokens = 40
+        wake(engine, 1)
+        assert [len(response.response_R) for response in drain(engine)] == [40, 40]
 
 
 async def _turns_of_the_loop() -> None:
