@@ -6,8 +6,8 @@ On `late`, the fake device of `tests/device` (needs g++), with a model of 15 mil
                             `fsdp` in float32 and bfloat16 with gradients of half a step, moments and a copy of the
                             policy; `hf` with running responses; a reference
     colocated_same_bits     1: each of them goes on as one that never slept, to the last bit
-    swap_vs_memcpy          a trainer's sleep and wake with warm buffers / copying as many bytes out and in as one tensor
-                            whose memory is freed and allocated between, one rank, medians
+    swap_vs_memcpy          a trainer's sleep and wake with warm buffers / copying as many bytes out and in, as one
+                            tensor whose memory is freed and allocated between; one rank, medians
 
 Against a stand-in for vLLM (`tests/support/strict_vllm.py`):
 
