@@ -1,1 +1,1 @@
-"""Parts of `benchmarks/devices`."""
+"""Parts of `benchmarks/colocated`."""

@@ -15,6 +15,9 @@
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
     new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
                        then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
+    colocated roles    a switch moves a rank's training state (parameters, gradients, optimizer, copies that it scores
+                       with) between device and host; the way back to the generator also gathers the new weights among
+                       the trainer's ranks and writes them where the generator reads them, on the device
 
 Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
 as fast as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists all
@@ -36,7 +39,7 @@ from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
-from workers.engines.device_memory import DTYPE_BYTES, ModelSizes, vllm_memory
+from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles, vllm_memory
 from workers.settings.algorithms import OutsideConfig
 from workers.settings.dataflow import roles_on_device
 from workers.settings.engines import ActorConfig
@@ -215,6 +218,7 @@ class CostModel:
         if self.profile is not None:
             prefill = replace(self.profile.prefill, token_s=self.profile.prefill.token_s / tensor)
         prefill = replace(prefill, token_s=prefill.token_s + number * self._exchanged_s(tensor, 1, 1))
+        to_actor_s, to_rollout_s = self._switches_s if config.is_colocated else (0.0, 0.0)
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill=prefill,
@@ -233,11 +237,39 @@ class CostModel:
             pause_s=0.0 if self.device.shared_by else self._load_s,
             recomputes=config.rollout.on_swap == "recompute",
             at_full_speed=self.at_full_speed,
+            to_actor_s=to_actor_s,
+            to_rollout_s=to_rollout_s,
         )
+
+    @property
+    def _switches_s(self) -> tuple[float, float]:
+        """Return how long the turn takes from rollout to actor, and back (s)."""
+        # A generator that sleeps drops its weights and its cache, which copies nothing.
+        parts = memory_of_roles(self.config, self.model).get("actor", {})
+        state = sum(size for name, size in parts.items() if name in STATE)
+        return self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + self._handed_over_s
+
+    @property
+    def _handed_over_s(self) -> float:
+        """The time in which a colocated trainer's weights reach the generator's memory on the same devices (s)."""
+        config, copy = self.config, self._weight_bytes / self.config.ranks_per_copy("rollout")
+        if self.device.shared_by:  # through shared memory, as between separate processes
+            return self._copy_s(COPY_OUT, self._weight_bytes / config.roles["actor"]) + self._copy_s(COPY_IN, copy)
+        ranks = config.actor.fsdp_size or config.roles["actor"]
+        if config.actor.engine == "megatron":
+            layout = config.actor.megatron.layout(config.roles["actor"])
+            ranks = layout.tensor * layout.stages
+        return self._exchange_s("all_gather", self._weight_bytes, ranks) + self._written_s(copy)
+
+    def _written_s(self, size: float) -> float:
+        """Return the time to copy `size` bytes inside a device: read once, written once (s)."""
+        return 2 * size / (self.device.memory_gb_s * 1e9 * self.device.achievable.memory)
 
     def _latency(self) -> Latency:
         """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
         house, copied_s = Latency(), self._copy_s(COPY_OUT, self._weight_bytes / self.config.roles["actor"])
+        if self.config.is_colocated and "actor_fwd" not in self.config.roles:  # weights change hands in the switch
+            return house
         # Trainer and receivers wait for a broadcast; agents fetch beside all that computes.
         broadcasts = self.config.weightsync.path == "broadcast"
         return replace(
@@ -259,7 +291,8 @@ class CostModel:
         # Each node fetches it once, over TCP. Nodes without a trainer share what the trainers' nodes can send: all of
         # them ask for the same buckets at the same time, so they have little to give to each other.
         taking = roles_on_device(reward_model=self.config.reward.model is not None)
-        devices = sum(number for role, number in self.config.roles.items() if role in taking)
+        shared = self.config.colocated[1:]
+        devices = sum(n for role, n in self.config.roles.items() if role in taking and role not in shared)
         if self._is_inside(devices):
             return 0.0
         a_node = self.device.devices_per_node
@@ -271,8 +304,8 @@ class CostModel:
     def _load_s(self) -> float:
         """The time in which an instance takes a version from where it has arrived (s)."""
         size = self._weight_bytes / self.config.ranks_per_copy("rollout")
-        if self.config.weightsync.path == "broadcast":  # it is on the device: read once, written once
-            return 2 * size / (self.device.memory_gb_s * 1e9 * self.device.achievable.memory)
+        if self.config.weightsync.path == "broadcast":  # it is on the device
+            return self._written_s(size)
         return self._copy_s(COPY_IN, size)
 
     def decode_s(self, responses: int, tensor: int) -> float:

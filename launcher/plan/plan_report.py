@@ -210,8 +210,8 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
     for plan in plans:
         left = "-" if plan.headroom_gb is None else f"{plan.headroom_gb:.1f} GB"
         roles = " ".join(
-            f"{role}:{number}" + (f" ({100 * plan.idle[role]:.0f} %)" if role in plan.idle else "")
-            for role, number in plan.config.roles.items()
+            text + (f" ({100 * plan.idle[role]:.0f} %)" if (role := text.partition(":")[0]) in plan.idle else "")
+            for text in plan.roles_text.split(",")
         )
         lines.append(
             f"{plan.step_s:>8.3g} s {plan.tokens_per_s:>10.3g} {plan.tokens_per_s_per_device:>9.3g} {left:>12}   "

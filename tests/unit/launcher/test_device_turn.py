@@ -43,9 +43,25 @@ def test_a_dead_holder_frees_the_turn_and_asks_anew() -> None:
     # what it said before it died
     assert turn.handle(TurnAsked("actor", attempt=0)) == [] and turn.waiting == ()
     turn.start_attempt("actor", 1)
-    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0")]
+    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0", urgent=True)]
     assert turn.handle(TurnGiven("actor", attempt=0)) == []
     assert turn.handle(TurnGiven("rollout-0")) == [TurnGranted("actor", attempt=1)]
+
+
+def test_a_trainer_that_starts_again_is_urgent() -> None:
+    turn = DeviceTurn(SIDES)
+    turn.handle(TurnAsked("rollout-0"))
+    assert turn.handle(TurnAsked("actor")) == [TurnWanted("rollout-0")]
+    assert turn.handle(TurnLost("actor")) == []
+    turn.start_attempt("actor", 1)
+    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0", urgent=True)]
+    turn.handle(TurnLost("actor"))
+    turn.start_attempt("actor", 2)
+    assert turn.handle(TurnAsked("actor", attempt=2)) == [], "it knows"
+    turn.handle(TurnGiven("rollout-0"))
+    turn.handle(TurnAsked("rollout-0"))
+    turn.handle(TurnGiven("actor", attempt=2))
+    assert turn.handle(TurnAsked("actor", attempt=2)) == [TurnWanted("rollout-0")], "once, and then as ever"
 
 
 def test_a_dead_asker_is_forgotten() -> None:
@@ -65,6 +81,14 @@ def test_an_idle_instance_joins_its_own_side_unless_turns_interrupt() -> None:
 
     assert instructions(interrupts=False) == [TurnGranted("rollout-0"), TurnWanted("rollout-0")]
     assert instructions(interrupts=True) == []
+
+
+def test_a_generator_learns_of_the_weights_that_the_trainer_has_published() -> None:
+    turn = DeviceTurn(SIDES)
+    turn.handle(TurnAsked("actor"))
+    turn.handle(TurnAsked("rollout-0"))
+    assert turn.handle(TurnGiven("actor", version=(0, 7))) == [TurnGranted("rollout-0", version=(0, 7))]
+    assert turn.handle(TurnAsked("rollout-1")) == [TurnGranted("rollout-1", version=(0, 7))]
 
 
 def test_gangs_with_devices_of_their_own_have_no_part_in_it() -> None:

@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from asyncflow.errors import ConfigError
+from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import check_run
 from launcher.config.load_config import check_roles, load_config, parse_roles
 from launcher.config.paths import find_recipe
@@ -53,7 +54,10 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
         ("rollout:8", "'actor' is missing"),
         ("rollout+actor:0", "actor:0 must have at least 1 rank"),
         ("rolout+actor:1", "'rolout' is not a role; did you mean 'rollout'?"),
-        ("rollout+ref:2,actor:2", "'rollout+ref' cannot share devices, only rollout+actor can; give each"),
+        (
+            "rollout+ref:2,actor:2",
+            "'rollout+ref' cannot share devices, only rollout+actor can, and rollout+actor+evaluate; give each",
+        ),
         ("rollout+actor:2,actor:2", "'actor' is given twice"),
         ("rollout+actor+ref:2", "'rollout+actor+ref' cannot share devices"),
     ],
@@ -109,6 +113,15 @@ def test_rollout_and_actor_may_share_devices(write_config: Callable[..., Path]) 
     for config in (given, load_config(source)):
         assert config.roles == {"rollout": 2, "actor": 2, "ref": 1} and config.colocated == ("rollout", "actor")
         assert (config.roles_text, config.num_devices) == ("rollout+actor:2,ref:1", 3)
+
+
+def test_evaluators_may_share_them_too(write_config: Callable[..., Path]) -> None:
+    config = load_config(write_config(), roles="rollout+actor+evaluate:2")
+    assert config.colocated == ("rollout", "actor", "evaluate") and config.num_devices == 2
+    places = {gang.name: gang.devices for gang in place_gangs(config, Devices("cuda", 2))}
+    assert places["evaluate-1"] == places["rollout-1"] == ("cuda:1",)
+    with pytest.raises(ConfigError, match=r"roles: 'rollout\+evaluate' cannot share"):
+        load_config(write_config(), roles="rollout+evaluate:2,actor:1")
 
 
 def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tmp_path: Path) -> None:
