@@ -31,10 +31,12 @@ class TurnAsked:
 
 @dataclass(frozen=True)
 class TurnGiven:
-    """A gang that had the devices has freed its memory there."""
+    """A gang that had the devices has freed its memory there. `version`: the newest weights (lineage, step) that it has
+    published, which the other side should load; None: it publishes none."""
 
     gang: str
     attempt: int = 0
+    version: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,11 @@ TurnEvent = TurnAsked | TurnGiven | TurnLost
 
 @dataclass(frozen=True)
 class TurnGranted:
-    """The gang may allocate, until it says `TurnGiven`."""
+    """The gang may allocate, until it says `TurnGiven`. `version`: the newest one of any `TurnGiven`."""
 
     gang: str
     attempt: int = 0
+    version: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class DeviceTurn:
         self._attempts = dict.fromkeys(self._sides, 0)
         self._holders: dict[str, bool] = {}  # gang -> whether it was told that the other side waits
         self._asked: dict[str, None] = {}  # in order of arrival
+        self._version: tuple[int, int] | None = None
 
     @property
     def holder(self) -> str:
@@ -96,6 +100,13 @@ class DeviceTurn:
     def waiting(self) -> tuple[str, ...]:
         """Gangs that asked, the first one first."""
         return tuple(self._asked)
+
+    def to_text(self) -> str:
+        """Return one line for people; "": no gang takes turns."""
+        if not self._sides:
+            return ""
+        waiting = f"; {', '.join(self._asked)} wait{'s' if len(self._asked) == 1 else ''}" if self._asked else ""
+        return f"{', '.join(self._holders) or 'nobody'}{waiting}"
 
     def start_attempt(self, gang: str, attempt: int) -> None:
         """Believe only messages of this start of a gang from now on."""
@@ -119,6 +130,7 @@ class DeviceTurn:
                 self._asked[gang] = None
             case TurnGiven():
                 self._holders.pop(gang, None)
+                self._version = max(self._version or (0, -1), event.version) if event.version else self._version
         return [*self._grant(), *self._tell_holders()]
 
     def _grant(self) -> Iterable[TurnInstruction]:
@@ -129,7 +141,7 @@ class DeviceTurn:
         for gang in granted:
             del self._asked[gang]
             self._holders[gang] = False
-        return [TurnGranted(gang, self._attempts[gang]) for gang in granted]
+        return [TurnGranted(gang, self._attempts[gang], self._version) for gang in granted]
 
     def _tell_holders(self) -> Iterable[TurnInstruction]:
         if not self._is_wanted(self.holder):

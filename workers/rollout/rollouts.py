@@ -18,6 +18,9 @@ from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.stop_strings import StopStrings
 from workers.rows.finished import FinishedRollout, RolloutRequest
 
+ASLEEP_S = 0.5
+"""How long a step of an engine that sleeps waits for `wake` (s)."""
+
 
 class Rollouts(Protocol):
     """Rollouts in progress; for one thread."""
@@ -34,6 +37,10 @@ class Rollouts(Protocol):
     def free_slots(self) -> int:
         """How many rollouts may begin now."""
 
+    @property
+    def needs_engine(self) -> bool:
+        """Whether responses are being drawn, or wait to be."""
+
     def figures(self) -> dict[str, float]:
         """Return what `asyncflow status` shows; empty for single turns.
 
@@ -44,9 +51,10 @@ class Rollouts(Protocol):
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """Begin rollouts, at most `free_slots`; raises BadRequest as `GenerateEngine.submit` does."""
 
-    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+    def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
         """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones. `hold`: start
-        no new responses, so that the engine becomes idle for new weights."""
+        no new responses, so that the engine becomes idle for new weights. `asleep`: draw nothing, since the engine
+        sleeps; users' code goes on."""
 
     def abort(self) -> None:
         """Drop all rollouts."""
@@ -75,6 +83,10 @@ class SingleTurn:
     def free_slots(self) -> int:
         return self._engine.free_slots
 
+    @property
+    def needs_engine(self) -> bool:
+        return self._engine.num_running > 0
+
     def figures(self) -> dict[str, float]:
         return {}
 
@@ -84,7 +96,10 @@ class SingleTurn:
             [GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket, stop=self._stop) for one in requests]
         )
 
-    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+    def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
+        if asleep:
+            wake.wait(ASLEEP_S)
+            return []
         ended = (one.until(self._stop)[0] for one in self._engine.step(wake))
         return [single_turn(self._prompts.pop(one.ticket), one) for one in ended]
 

@@ -17,7 +17,7 @@ from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
-from workers.engines.base import TrainEngine, ValueEngine
+from workers.engines.base import FrozenEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
 from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
@@ -151,6 +151,11 @@ class TaskChain:
                     columns = self._compute_shared(task, batch, step, max(len(batch), largest_slice))
                 batch = batch.with_columns(columns)
         return batch
+
+    @property
+    def models(self) -> list[FrozenEngine]:
+        """Models on this rank's device besides that of the process's role."""
+        return [task.model for task in self._tasks.values() if task.model is not None]
 
     def take_weights(self, step: int) -> None:
         for task in self._tasks.values():

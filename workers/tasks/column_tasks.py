@@ -18,7 +18,7 @@ from tq.columns import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.calls.user_function import excerpt
-from workers.engines.base import TrainEngine
+from workers.engines.base import FrozenEngine, TrainEngine
 from workers.engines.load_engine import load_forward_model, load_reward_model
 from workers.engines.weight_path import HeldWeights, open_receiver
 from workers.rank.context import WorkerContext
@@ -50,6 +50,11 @@ class ColumnTask(ABC):
     @property
     def version(self) -> int | None:
         """Step of the weights that gate the rows; None: no weights do."""
+        return None
+
+    @property
+    def model(self) -> FrozenEngine | None:
+        """The model of its own that it computes with on this rank's device."""
         return None
 
     @abstractmethod
@@ -134,6 +139,10 @@ class ReferenceLogProbs(ColumnTask):
         """Step of the reference; None: it never changes, or the task is hosted: the host requests rows only once it has
         theirs."""
         return None if self._is_hosted else self._reference.version
+
+    @property
+    def model(self) -> FrozenEngine:
+        return self._reference.model
 
     def take_weights(self, step: int) -> None:
         self._reference.take_weights(step)

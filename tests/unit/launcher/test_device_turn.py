@@ -67,6 +67,14 @@ def test_an_idle_instance_joins_its_own_side_unless_turns_interrupt() -> None:
     assert instructions(interrupts=True) == []
 
 
+def test_a_generator_learns_of_the_weights_that_the_trainer_has_published() -> None:
+    turn = DeviceTurn(SIDES)
+    turn.handle(TurnAsked("actor"))
+    turn.handle(TurnAsked("rollout-0"))
+    assert turn.handle(TurnGiven("actor", version=(0, 7))) == [TurnGranted("rollout-0", version=(0, 7))]
+    assert turn.handle(TurnAsked("rollout-1")) == [TurnGranted("rollout-1", version=(0, 7))]
+
+
 def test_gangs_with_devices_of_their_own_have_no_part_in_it() -> None:
     turn = DeviceTurn(SIDES)
     turn.start_attempt("ref-0", 1)
