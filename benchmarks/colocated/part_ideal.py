@@ -157,6 +157,7 @@ def run(
     skip: int = 2,
     launched: bool = True,
     plot: Path | None = None,
+    short: bool = False,
     **_: Any,
 ) -> dict[str, float]:
     """Run every form on every workload, with every time of a switch.
@@ -165,7 +166,10 @@ def run(
         skip: first steps, which do not count; they and `steps` should be whole turns of `FORMS`.
         launched: False: only predict, and compare predictions with what is possible.
         plot: draw the ratios into this file.
+        short: one workload, one time of a switch, two turns.
     """
+    if short:
+        workloads, switches, steps = workloads[1:2], switches[1:2], skip + 2
     step_s: dict[tuple[str, float, Form], float] = {}
     predicted_s = dict(step_s)
     figures: dict[str, float] = {}
