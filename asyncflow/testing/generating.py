@@ -420,6 +420,17 @@ def test_a_sleep_changes_no_response(model_lab: Lab) -> None:
         assert one.response_R.equal(other.response_R)
 
 
+def test_an_engine_that_got_no_weights_sleeps_again(lab: Lab) -> None:
+    lab.engine.submit(lab.requests(4))
+    lab.engine.step(_set())
+    running = lab.engine.num_running
+    lab.sleeper.sleep()
+    lab.sleeper.wake(WakePart.WEIGHTS)
+    lab.sleeper.sleep()
+    lab.wake(lab.new, version=1)
+    assert len(lab.drain()) == running
+
+
 def test_requests_come_and_go_while_the_engine_sleeps(lab: Lab) -> None:
     slots = lab.sampling.batch_size
     lab.engine.submit(lab.requests(4))

@@ -1,4 +1,19 @@
-"""What sleeping engines leave on a device, how long a swap takes, and what vLLM is asked while it sleeps."""
+"""What sleeping engines leave on a device, how long a swap takes, and what vLLM is asked while it sleeps.
+
+On `late`, the fake device of `tests/device` (needs g++), with a model of 15 million parameters, one rank and two:
+
+    colocated_resident_x    bytes that an engine holds asleep / awake, of the allocator, the largest of all engines:
+                            `fsdp` in float32 and bfloat16 with gradients of half a step, moments and a copy of the
+                            policy; `hf` with running responses; a reference
+    colocated_same_bits     1: each of them goes on as one that never slept, to the last bit
+    swap_vs_memcpy          a trainer's sleep and wake with warm buffers / copying as many bytes out and in, as one
+                            tensor whose memory is freed and allocated between; one rank, medians
+
+Against a stand-in for vLLM (`tests/support/strict_vllm.py`):
+
+    vllm_order_refusals     wrong calls, orders, levels, tags and modes that it refuses
+    vllm_order_wrong        of so many; the engine's own calls, of which it refuses none, are a unit test
+"""
 
 import sys
 import tempfile
@@ -13,7 +28,7 @@ strict_vllm: Any = import_module("tests.support.strict_vllm")
 DEADLINE_S = 1800
 
 
-def run(**_: int) -> dict[str, float]:
+def run(**_: object) -> dict[str, float]:
     """Return the figures; every engine's own are printed to stderr."""
     return _on_late() | _refusals()
 

@@ -24,7 +24,7 @@ from workers.data.model_files import (
     stored_tensors,
     vocabulary_size,
 )
-from workers.engines.device_memory import SWITCH, ModelSizes, Parts, memory_of_roles
+from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
 
@@ -247,7 +247,6 @@ _REMEDIES = {
     "actor_fwd": _OF_COPIES,
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
-    SWITCH: "give both roles more ranks, lower weightsync.bucket_bytes, or give each role devices of its own",
 }
 _BESIDE_VLLM = ("next version", "buckets", "asleep")
 """Not part of the share that vLLM takes."""

@@ -96,7 +96,7 @@ def place_gangs(
     roles = config.roles
     takers = roles_on_device(reward_model=config.reward.model is not None)
     on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, config)]
-    guests = [gang for gang in on_device if config.is_colocated and gang.role == "rollout"]
+    guests = [gang for gang in on_device if gang.role in config.guests]
     on_device = [gang for gang in on_device if gang not in guests]
     without = [gang for role in roles if role not in takers for gang in _gangs_of(role, config)]
     services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
@@ -177,10 +177,10 @@ class _Room:
 def _place_guests(guests: Sequence[GangSpec], placed: Sequence[GangSpec]) -> list[GangSpec]:
     """Add the instances that take turns with the actor on its devices."""
     hosts = next(gang for gang in placed if gang.role == "actor")
-    places, begin, found = hosts.places, 0, []
+    places, found = hosts.places, []
     for gang in guests:
+        begin = gang.index * len(gang.devices)
         own = places[begin : begin + len(gang.devices)]
-        begin += len(own)
         if len({node for node, _ in own}) > 1:
             raise ConfigError(
                 f"roles: {gang.name} shares {len(own)} devices with actor ranks on several nodes, but stays on one; "

@@ -31,7 +31,7 @@ from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
-from workers.settings.run import COLOCATED, RunConfig
+from workers.settings.run import COLOCATED, COLOCATED_WITH_EVALUATION, RunConfig
 
 # Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
@@ -486,20 +486,22 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
 
 def split_roles(roles: Mapping[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
     """Return ranks per role, `rollout+actor: 8` written out, and the roles that share devices. Raises ConfigError if
-    these are any but `COLOCATED`, or a role is given twice."""
+    these are others than can, or a role is given twice."""
     split: dict[Any, Any] = {}
     joint: tuple[str, ...] = ()
     for name, count in roles.items():
         parts = str(name).split("+")
         if len(parts) == 1:
             parts = [name]
-        elif sorted(parts) != sorted(COLOCATED):
-            raise ConfigError(
-                f"roles: {name!r} cannot share devices, only {'+'.join(COLOCATED)} can; give each of them devices of "
-                f"its own ({', '.join(f'{part}:{count}' for part in parts)})"
-            )
         else:
-            joint = COLOCATED
+            able = (one for one in (COLOCATED, COLOCATED_WITH_EVALUATION) if sorted(one) == sorted(parts))
+            joint = next(able, ())
+            if not joint:
+                raise ConfigError(
+                    f"roles: {name!r} cannot share devices, only {'+'.join(COLOCATED)} can, and "
+                    f"{'+'.join(COLOCATED_WITH_EVALUATION)}; give each of them devices of its own "
+                    f"({', '.join(f'{part}:{count}' for part in parts)})"
+                )
         for part in parts:
             if part in split:
                 raise ConfigError(f"roles: {part!r} is given twice; give it once, with all its ranks")

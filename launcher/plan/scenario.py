@@ -262,7 +262,7 @@ class Scenario:
             times=times,
             turns=turns or Turns(),
             most_live=schedule.step_rows * schedule.staleness.steps_in_flight if config.rollout.is_own else 0,
-            colocated=config.colocated,
+            colocated=config.colocated[:2],  # evaluations are not simulated
         )
 
 

@@ -8,7 +8,8 @@ had it has given it back or is gone. A gang asks before it allocates anything, s
 learns that the other side waits (`TurnWanted`) and decides itself when it has reached a border, since only it knows:
 
     a rollout   has nothing to draw (its prompts are not ready, or need newer weights, or users' tools run);
-                in `colocate_async` at once, and its responses continue later
+                in `colocate_async` at once, and its responses continue later; also at once if a trainer that starts
+                again waits, since then they are void
     the actor   waits for rows
 
 So nobody waits for something that only a sleeper can make: a side that waits for the other one is at its border.
@@ -18,7 +19,9 @@ The planner's simulation uses it, too.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from workers.settings.dataflow import TRAINERS
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,12 @@ class TurnGranted:
 
 @dataclass(frozen=True)
 class TurnWanted:
-    """The other side waits for the devices that this gang has; sent once per grant."""
+    """The other side waits for the devices that this gang has; sent once per grant and, as `urgent`, when a trainer
+    starts again: the run went back to a checkpoint, so what a rollout draws is void."""
 
     gang: str
     attempt: int = 0
+    urgent: bool = False
 
 
 TurnInstruction = TurnGranted | TurnWanted
@@ -83,8 +88,9 @@ class DeviceTurn:
         self._sides = dict(sides)
         self._interrupts = interrupts
         self._attempts = dict.fromkeys(self._sides, 0)
-        self._holders: dict[str, bool] = {}  # gang -> whether it was told that the other side waits
+        self._holders: dict[str, TurnWanted | None] = {}  # gang -> what it was told last
         self._asked: dict[str, None] = {}  # in order of arrival
+        self._restarted: set[str] = set()  # have not had the turn since they started again
         self._version: tuple[int, int] | None = None
 
     @property
@@ -109,9 +115,10 @@ class DeviceTurn:
         return f"{', '.join(self._holders) or 'nobody'}{waiting}"
 
     def start_attempt(self, gang: str, attempt: int) -> None:
-        """Believe only messages of this start of a gang from now on."""
+        """A gang starts again: believe only messages of this start from now on."""
         if gang in self._sides:
             self._attempts[gang] = attempt
+            self._restarted.add(gang)
 
     def handle(self, event: TurnEvent) -> list[TurnInstruction]:
         """Take in one event; return what to tell whom."""
@@ -135,20 +142,26 @@ class DeviceTurn:
 
     def _grant(self) -> Iterable[TurnInstruction]:
         side = self.holder or next((self._sides[gang] for gang in self._asked), "")
-        if self._holders and self._interrupts and self._is_wanted(side):
+        if self._holders and self._is_wanted(side) and (self._interrupts or self._is_urgent):
             return []
         granted = [gang for gang in self._asked if self._sides[gang] == side]
         for gang in granted:
             del self._asked[gang]
-            self._holders[gang] = False
+            self._holders[gang] = None
+            self._restarted.discard(gang)
         return [TurnGranted(gang, self._attempts[gang], self._version) for gang in granted]
 
     def _tell_holders(self) -> Iterable[TurnInstruction]:
         if not self._is_wanted(self.holder):
             return []
-        untold = [gang for gang, told in self._holders.items() if not told]
-        self._holders |= dict.fromkeys(untold, True)
-        return [TurnWanted(gang, self._attempts[gang]) for gang in untold]
+        news = [TurnWanted(gang, self._attempts[gang], self._is_urgent) for gang in self._holders]
+        news = [one for one in news if self._holders[one.gang] not in (one, replace(one, urgent=True))]
+        self._holders |= {one.gang: one for one in news}
+        return news
+
+    @property
+    def _is_urgent(self) -> bool:
+        return any(self._sides[gang] in TRAINERS for gang in self._restarted.intersection(self._asked))
 
     def _is_wanted(self, side: str) -> bool:
         return any(self._sides[gang] != side for gang in self._asked)

@@ -180,7 +180,13 @@ class TurnMessages:
         self._said: dict[tuple[str, int], int] = {}
         listen = store.open_sealed()
         listen.set_timeout(_NO_DEADLINE)
-        threading.Thread(target=self._listen, args=(listen,), name="turn", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(listen,), name="turn", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; before the interpreter ends, which a thread inside of a store's call would abort."""
+        self._store.queue_push(INBOX, TurnMessage(Word.CLOSED, "", 0, 0).to_json())
+        self._thread.join(TIMEOUT.total_seconds())
 
     def send(self, instruction: TurnInstruction) -> None:
         """Tell every rank of a gang."""
@@ -190,7 +196,7 @@ class TurnMessages:
         if isinstance(instruction, TurnGranted):
             told = TurnMessage(Word.GRANTED, gang, attempt, number, instruction.version)
         else:
-            told = TurnMessage(Word.WANTED, gang, attempt, number)
+            told = TurnMessage(Word.WANTED_AT_ONCE if instruction.urgent else Word.WANTED, gang, attempt, number)
         for rank in range(self._gangs[gang].num_ranks):
             self._store.queue_push(told_queue(gang, attempt, rank), told.to_json())
 
@@ -202,6 +208,8 @@ class TurnMessages:
                 logger.error("%s; it is ignored", error)
                 continue
             except dist.DistError:  # the store is closed: the run is over
+                return
+            if said.word is Word.CLOSED:
                 return
             source = said.gang, said.attempt
             # A stranger may push again what was said before.

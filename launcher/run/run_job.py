@@ -175,9 +175,10 @@ def run_job(
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
                 sides = {gang.name: gang.role for gang in gangs if gang.role in config.colocated}
-                turns = (
-                    TurnMessages(store, [gang for gang in gangs if gang.name in sides], events.put) if sides else None
-                )
+                turns = None
+                if sides:
+                    turns = TurnMessages(store, [gang for gang in gangs if gang.name in sides], events.put)
+                    stack.callback(turns.close)
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
                     look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,

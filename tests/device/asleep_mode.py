@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import group_backends, wait_for_device
-from launcher.doctor.device_check import random_batch, write_model
+from launcher.doctor.device_check import write_model
 from workers.engines.base import GenerateRequest, WakePart
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -45,7 +46,7 @@ def _train(path: Path, device: torch.device, autocast: str) -> dict[str, Any]:
     from workers.engines.fsdp.sharding import FsdpEngine
 
     actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": autocast})
-    batch = random_batch()
+    batch = _small_batch()
     results = []
     measured: dict[str, Any] = {}
     for sleeps in (True, False):
@@ -104,10 +105,16 @@ def _generate(path: Path, device: torch.device) -> dict[str, Any]:
 def _score(path: Path, device: torch.device) -> dict[str, Any]:
     from workers.engines.hf.frozen import FrozenModel
 
-    model, batch = FrozenModel(path, ModelConfig(path=str(path)), temperature=1.0, device=device), random_batch()
+    model, batch = FrozenModel(path, ModelConfig(path=str(path)), temperature=1.0, device=device), _small_batch()
     before = model.log_probs(batch).cpu()
     measured = _measured(device, model.sleep, model.wake)
     return measured | {"same": before.equal(model.log_probs(batch).cpu())}
+
+
+def _small_batch() -> Sequences:
+    """Return few tokens: some CPUs compute bfloat16 slowly."""
+    tokens_NT = torch.randint(2, 1000, (4, 24), generator=torch.Generator().manual_seed(0))
+    return Sequences.from_turns(list(tokens_NT[:, :8]), list(tokens_NT[:, 8:]))
 
 
 def _measured(device: torch.device, sleep: Callable[[], None], wake: Callable[[], None]) -> dict[str, Any]:

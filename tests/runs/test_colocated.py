@@ -1,5 +1,6 @@
 """`--roles rollout+actor:N`: both roles on the same devices, in turns, in every schedule and in both forms of a run."""
 
+import itertools
 import json
 import signal
 from collections import Counter
@@ -30,7 +31,7 @@ def check_never_two_sides(run_dir: Path) -> None:
     assert {name.partition("-")[0] for name in asleep} == {"rollout", "actor"}
     for name, spans in asleep.items():
         if name.startswith("rollout-"):
-            awake = [(woke, slept) for (_, woke), (slept, _) in zip(spans, spans[1:], strict=False)]
+            awake = [(woke, slept) for (_, woke), (slept, _) in itertools.pairwise(spans)]
             assert awake, f"{name} never woke"
             for woke, slept in awake:
                 for rank in (each for each in asleep if each.startswith("actor-")):
@@ -55,6 +56,17 @@ def test_every_group_is_trained_once_within_the_bound(tmp_path: Path, mode: str,
     swapped_inside = [line for line in ledger if line["versions"][0] < line["versions"][1]]
     assert bool(swapped_inside) == (mode == "colocate_async"), "responses go on over a switch"
     check_never_two_sides(tmp_path / "run")
+
+
+def test_held_out_prompts_are_answered_in_turns_too(tmp_path: Path) -> None:
+    done = command.run(
+        "--roles", "rollout+actor+evaluate:1", "--steps", "4", "--run-dir", "run", "--set", "evaluate.interval=2",
+        "--set", "evaluate.timeout_s=300", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    evaluated = [line["step"] for line in command.lines(tmp_path / "run" / "evaluation.jsonl")]
+    assert evaluated[0] == 0 and evaluated[-1] == 4, "a version may be replaced before its turn, but not the last one"
+    command.check_ledger(tmp_path / "run", groups_per_step=32, last=4)
 
 
 def test_rollouts_that_wait_for_tools_give_the_devices_away(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
 TAGS = {"weights", "kv_cache"}
+_LOOK_S = 0.001
 TOKEN = 5
 """What every request draws."""
 
@@ -36,9 +37,11 @@ class Refused(Exception):
 class StrictLlm:
     """Attributes:
     tells_versions: as vLLM from 0.32 on; then running requests can be kept over a swap.
+    most_tokens: a request waits once it has drawn so many.
     """
 
     tells_versions: bool = True
+    most_tokens: int = 1000
     calls: list[str] = field(default_factory=list)
     asleep: set[str] = field(default_factory=set)
     paused: bool = False
@@ -51,7 +54,7 @@ class StrictLlm:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._note(f"sleep {level} {mode}")
-        if self.asleep:
+        if "weights" in self.asleep or (self.asleep and not self.tells_versions):
             raise Refused("sleep while parts sleep: vLLM warns and does nothing")
         if level != 2:
             raise Refused(f"level {level} keeps weights in host memory, or everything on the device")
@@ -64,7 +67,7 @@ class StrictLlm:
             raise Refused(
                 f"wake_up({tags}) while {sorted(self.asleep)} sleep: vLLM warns, or wakes all with old weights"
             )
-        if "kv_cache" in tags and not self.loaded:
+        if "kv_cache" in tags and not self.loaded and (self.tells_versions or self.running):
             raise Refused("the cache wakes before weights were loaded: requests would be drawn with lost ones")
         self.asleep -= set(tags)
         if not self.asleep or not self.tells_versions:  # 0.23 resumes after any part
@@ -124,15 +127,15 @@ class StrictLlm:
         spans: list[list[Any]] = []
         try:
             while True:
-                while self.paused and not self.running[name]:
-                    await asyncio.sleep(0)
+                drawn = spans[-1][2] if spans else 0
+                while (self.paused or drawn >= self.most_tokens) and not self.running[name]:
+                    await asyncio.sleep(_LOOK_S)
                 if self.running[name]:
                     yield self._output(spans, "abort")
                     return
                 if self.asleep or not self.loaded:
                     raise Refused("a token is drawn without memory or weights")
                 self.num_drawn += 1
-                drawn = spans[-1][2] if spans else 0
                 if spans and spans[-1][0] == self.version:
                     spans[-1][2] += 1
                 else:

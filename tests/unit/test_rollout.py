@@ -102,7 +102,8 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made: Any = object.__new__(RolloutLoop)
     made._config = SimpleNamespace(
         schedule=SimpleNamespace(mode=mode, n_samples_per_prompt=4),
-        rollout=SimpleNamespace(is_own=False),
+        rollout=SimpleNamespace(is_own=False, engine="sim"),
+        roles_text="rollout+actor:1",
         weightsync=SimpleNamespace(timeout_s=timeout_s),
         seed=0,
         deterministic=False,
@@ -132,7 +133,7 @@ class Turn:
     """The devices' turn, as the test says; stands in for `TurnHolder`."""
 
     def __init__(self) -> None:
-        self.held = self.asked = self.wanted = False
+        self.held = self.asked = self.wanted = self.wanted_at_once = False
         self.version: Version | None = None
 
     def ask(self) -> None:
@@ -433,6 +434,19 @@ def test_it_does_not_wait_for_published_weights_while_the_actor_wants_the_device
     loop._turn.grant(Version(0, 3))
     loop._turn.wanted = True
     assert not look(loop) and not loop._turn.held, "without weights it sleeps on"
+
+
+def test_what_a_trainer_that_starts_again_made_void_is_interrupted_in_every_mode() -> None:
+    loop = make_sharing()
+    loop._turn.grant()
+    look(loop)
+    loop._feeder.leases.append(lease(1, 0))
+    assert look(loop)
+    loop._fill()
+    loop._turn.wanted = True
+    assert look(loop)
+    loop._turn.wanted_at_once = True
+    assert not look(loop) and not loop._turn.held
 
 
 def test_responses_of_an_abandoned_lineage_are_dropped_asleep() -> None:

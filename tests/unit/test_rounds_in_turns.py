@@ -28,7 +28,7 @@ class Devices:
         self.news.set()
         self.held = True
         monkeypatch.setattr(actor, "gather", lambda _: [next(self.looks)])
-        monkeypatch.setattr(actor, "wait_for_devices", lambda *_: self.log.append("granted"))
+        monkeypatch.setattr(actor, "wait_for_devices", lambda *_, **__: self.log.append("granted"))
         context: Any = SimpleNamespace(timeline=NoTimeline())
         turn: Any = SimpleNamespace(wanted=False, give=lambda version: self.log.append(f"give {version}"))
         self.rounds = RoundsInTurns(

@@ -45,7 +45,10 @@ class Job:
 
 @pytest.fixture(name="job")
 def _job() -> Iterator[Job]:
-    yield Job()
+    job = Job()
+    yield job
+    job.messages.close()
+    assert not job.messages._thread.is_alive()
 
 
 def until(holder: TurnHolder, condition: Callable[[TurnHolder], bool]) -> None:

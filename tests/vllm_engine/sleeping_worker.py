@@ -1,7 +1,7 @@
 """A worker over vLLM's CPU build, which ignores sleep, that loses its weights and cache as one on a device does.
 
-It refuses what vLLM's own worker would do with memory that is gone: to compute, to load weights, to wake the cache
-before there are new weights. Level 2 keeps buffers alone (v0.23 to v0.32, `v1/worker/gpu_worker.py`).
+It refuses what vLLM's own worker would do with memory that is gone: to compute, also without new weights, and to load
+weights. Level 2 keeps buffers alone (v0.23 to v0.32, `v1/worker/gpu_worker.py`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class SleepingWorker(CPUWorker):  # type: ignore[misc]
     _loaded = True
 
     def sleep(self, level: int = 1) -> None:
-        if level != 2 or self._asleep:
+        if level != 2 or "weights" in self._asleep:
             raise RuntimeError(f"sleep({level}) while {sorted(self._asleep)} sleep")
         model = self.model_runner.model
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -31,8 +31,6 @@ class SleepingWorker(CPUWorker):  # type: ignore[misc]
     def wake_up(self, tags: list[str] | None = None) -> None:
         if not tags or not set(tags) <= self._asleep:
             raise RuntimeError(f"wake_up({tags}) while {sorted(self._asleep)} sleep")
-        if "kv_cache" in tags and not self._loaded:
-            raise RuntimeError("the cache wakes before there are new weights")
         for name, buffer in self.model_runner.model.named_buffers() if "weights" in tags else ():
             buffer.data.copy_(self._buffers[name])
         for cache in self._caches() if "kv_cache" in tags else ():
@@ -49,8 +47,8 @@ class SleepingWorker(CPUWorker):  # type: ignore[misc]
         self._loaded = True
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        if self._asleep and scheduler_output.total_num_scheduled_tokens:
-            raise RuntimeError(f"tokens are scheduled while {sorted(self._asleep)} sleep")
+        if (self._asleep or not self._loaded) and scheduler_output.total_num_scheduled_tokens:
+            raise RuntimeError(f"tokens are scheduled while {sorted(self._asleep)} sleep, or without new weights")
         return super().execute_model(scheduler_output)
 
     def _caches(self) -> list[Tensor]:

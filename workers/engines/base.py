@@ -179,7 +179,7 @@ class SleepingGenerator(GenerateEngine, Protocol):
     """
 
     def sleep(self) -> None:
-        """Free device memory: weights and KV cache; does nothing if it sleeps.
+        """Free device memory: weights and KV cache. It may be half awake, or asleep already.
 
         Running responses stay. They keep their tokens and versions, and go on after `wake`; their keys and values are
         computed again, with the weights of then, whatever `rollout.on_swap` says.
@@ -472,6 +472,12 @@ class EngineSetup:
     @property
     def model_dir(self) -> Path:
         return Path(self.run.model.path)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the engine has its device only at times."""
+        is_evaluation = self.sampling is not self.run.rollout
+        return self.run.is_colocated and (not is_evaluation or "evaluate" in self.run.colocated)
 
     @property
     def actor(self) -> ActorConfig:

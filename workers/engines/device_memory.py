@@ -116,8 +116,11 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.ranks_per_copy(role), tokens)
     every = {"runtime": RUNTIME}
-    if config.is_colocated:
-        _add_other_side(config, roles)
+    for role in config.colocated:
+        # Roles that take turns go through host memory with their weights, so never have them on a device at one time.
+        # Of the others there are contexts and communicators.
+        if role in roles:
+            roles[role]["asleep"] = (len(config.colocated) - 1) * RUNTIME
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
@@ -127,33 +130,11 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
     return {role: parts | every for role, parts in roles.items()}
 
 
-SWITCH = "rollout+actor"
-"""In `memory_of_roles`: both sides of a colocated run while weights go from one to the other."""
-
-
-def _add_other_side(config: RunConfig, roles: dict[str, Parts]) -> None:
-    """Add what a device holds of the side whose turn it is not, and the moment at which both have weights there."""
-    #     rollout's turn    its own parts                                  + the actor's context and communicators
-    #     actor's turn      its own parts                                  + the generator's
-    #     switch            the actor's state, the generator's weights, a bucket at each end, and both contexts
-    sides = [roles[role] for role in ("rollout", "actor") if role in roles]
-    if len(sides) == 2:
-        generator, trainer = sides
-        state = {name: size for name, size in trainer.items() if name in STATE}
-        roles[SWITCH] = state | {
-            "generator's weights": generator["weights"],
-            "buckets": 2 * config.weightsync.bucket_bytes,
-        }
-    for parts in (*sides, *([roles[SWITCH]] if SWITCH in roles else [])):
-        parts["asleep"] = RUNTIME
-
-
 def state_of_roles(config: RunConfig, num_parameters: int) -> dict[str, int]:
     """Return how much state all ranks of each role have together: in host memory where they compute on the CPU, or
     while they sleep."""
     model = ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
-    roles = memory_of_roles(config, model)
-    return {role: config.roles[role] * _state(parts) for role, parts in roles.items() if role != SWITCH}
+    return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model).items()}
 
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:

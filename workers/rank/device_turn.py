@@ -43,6 +43,8 @@ class Word(StrEnum):
     GIVEN = "given"
     GRANTED = "granted"
     WANTED = "wanted"
+    WANTED_AT_ONCE = "wanted at once"
+    CLOSED = "closed"  # the launcher, to itself: nobody listens any more
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class TurnHolder:
         self._meet = meet
         self._number = 0
         self._changed = threading.Condition()
-        self._held = self._asked = self._wanted = False
+        self._held = self._asked = self._wanted = self._at_once = False
         self._version: Version | None = None
         listen.set_timeout(_NO_DEADLINE)
         threading.Thread(target=self._listen, args=(listen,), name="turn", daemon=True).start()
@@ -120,6 +122,11 @@ class TurnHolder:
     def wanted(self) -> bool:
         """The gang has the devices, and the other side waits for them."""
         return self._held and self._wanted
+
+    @property
+    def wanted_at_once(self) -> bool:
+        """The same, by a trainer that starts again: what the gang does is void."""
+        return self._held and self._at_once
 
     @property
     def version(self) -> Version | None:
@@ -174,10 +181,11 @@ class TurnHolder:
     def _note(self, told: TurnMessage) -> None:
         with self._changed:
             if told.word is Word.GRANTED:
-                self._held, self._asked, self._wanted = True, False, False
+                self._held, self._asked, self._wanted, self._at_once = True, False, False, False
                 self._version = None if told.version is None else Version(*told.version)
             else:
                 self._wanted = True
+                self._at_once = told.word is Word.WANTED_AT_ONCE
             self._changed.notify_all()
         self._news.set()
 
@@ -194,10 +202,13 @@ def open_turn(
     )  # fmt: skip
 
 
-def wait_for_devices(context: "WorkerContext", turn: TurnHolder, *, stop: threading.Event | None = None) -> bool:
-    """Ask, and wait until the gang has the devices; returns whether it has them. The status says so meanwhile."""
+def wait_for_devices(
+    context: "WorkerContext", turn: TurnHolder, *, stop: threading.Event | None = None, span: str = "wait for devices"
+) -> bool:
+    """Ask, and wait until the gang has the devices, or `stop` is set; returns whether it has them. The status says so
+    meanwhile. `span`: of the timeline; another one inside of a span that counts as a wait."""
     turn.ask()
-    with context.waiting_for_devices(WAITING), context.timeline.span("asleep"):
+    with context.waiting_for_devices(WAITING), context.timeline.span(span):
         return turn.wait(stop)
 
 

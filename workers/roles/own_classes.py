@@ -133,7 +133,8 @@ def _settings_of(
         return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
     from workers.engines.load_engine import outside_engine
 
-    _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+    given, sleeps = getattr(config, section).engine_options, section in config.colocated
+    _, options = outside_engine(registry, section, name, given, sleeps=sleeps)
     _check_run(options, config)
     return {section: options.model_dump(mode="json")}
 

@@ -29,13 +29,16 @@ from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
+from workers.engines.base import SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
+from workers.rank.device_turn import TurnHolder, open_turn, wait_for_devices
 from workers.records.samples import SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
+from workers.rollout.rollouts import sleeping
 from workers.rows.finished import FinishedRollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -61,16 +64,32 @@ def run_evaluate(context: WorkerContext) -> None:
     if not own:
         logger.info("no version is left for this instance to evaluate")
         return
-    evaluator = Evaluator(context, own)
+    wake = threading.Event()
+    context.wake_to_stop(wake)
+    turn = open_turn(context, wake)
+    # Before any device memory is allocated.
+    if turn is not None and not wait_for_devices(context, turn, stop=context.stopping):
+        return
+    evaluator = Evaluator(context, own, wake, turn)
     while (version := evaluator.load_next()) is not None:
         evaluator.evaluate(version)
+        evaluator.rest()
     evaluator.close()
 
 
 class Evaluator:
-    """One evaluating instance; `own`: steps whose weights it evaluates, in order, at least one."""
+    """One evaluating instance.
 
-    def __init__(self, context: WorkerContext, own: list[int]) -> None:
+    Args:
+        own: steps whose weights it evaluates, in order, at least one.
+        wake: set when something happens to a rollout or the turn.
+        turn: for devices that it shares with the trainer, and has at the moment; it has them again for one version at a
+            time. None: it has devices of its own.
+    """
+
+    def __init__(
+        self, context: WorkerContext, own: list[int], wake: threading.Event, turn: TurnHolder | None = None
+    ) -> None:
         config = context.config
         self._context = context
         self._own = frozenset(own)
@@ -84,8 +103,9 @@ class Evaluator:
         ]
         sampling = config.evaluate.sampling(config.rollout)
         self._engine = load_generate_engine(config, sampling, device=context.device)
-        self._wake = threading.Event()
-        context.wake_to_stop(self._wake)
+        self._wake = wake
+        self._turn = turn
+        self.rest()
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
@@ -106,11 +126,17 @@ class Evaluator:
         held = -1 if self._version is None else self._version.step
         if held >= self._last_own or not self._wait_newer():
             return None
+        if self._turn is not None:
+            if not wait_for_devices(self._context, self._turn, stop=self._context.stopping):
+                return None
+            self._sleeper.wake(WakePart.WEIGHTS)
         with self._context.timeline.span("load weights"):
             load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
             self._version = self._receiver.load(load, newer_than=self._version)
             self._receiver.drop()
         assert self._version is not None, "the wait ends with a newer version"
+        if self._turn is not None:
+            self._sleeper.wake(WakePart.KV_CACHE)
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
         return self._version
@@ -136,6 +162,18 @@ class Evaluator:
         self._lines.write([line])
         for rollout, score in sorted(scored, key=lambda each: each[0].index):
             self._samples.write(rollout, score.result(), step=version.step, group=rollout.index // self._size)
+
+    def rest(self) -> None:
+        """Give devices away that other roles use, too."""
+        if self._turn is not None:
+            with self._context.timeline.span("sleep"):
+                self._sleeper.sleep()
+            self._turn.give()
+
+    @property
+    def _sleeper(self) -> SleepingGenerator:
+        config = self._context.config
+        return sleeping(self._engine, f"evaluate.engine: {config.evaluate.engine}", config.roles_text)
 
     def close(self) -> None:
         self._rollouts.close()

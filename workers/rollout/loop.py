@@ -17,13 +17,13 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.errors import ConfigError, TrainingDiverged
+from asyncflow.errors import TrainingDiverged
 from tq.client.lease import Lease, read_or_release
 from tq.client.queue_client import QueueClient
 from tq.client.session import StallMonitor
 from tq.messages import NoRowsReason
 from weightsync.version import Version
-from workers.engines.base import GenerateEngine, SleepingGenerator, WakePart
+from workers.engines.base import SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
 from workers.rank.context import WorkerContext
@@ -33,6 +33,7 @@ from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
+from workers.rollout.rollouts import sleeping
 from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.dataflow import TASKS
 from workers.tasks.graph import task_of
@@ -187,7 +188,7 @@ class RolloutLoop:
         self._awake = turn is None
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
         if turn is not None:
-            self._sleeper(self._engine).sleep()  # there may be no weights yet
+            self._sleeper.sleep()  # there may be no weights yet
             turn.give()
         task = task_of("rollout", config, context.job)
         self._scorer, tokenizer = None, None
@@ -282,7 +283,8 @@ class RolloutLoop:
     def _stays_awake(self, turn: TurnHolder) -> bool:
         """Return whether the loop may go on and draw; False: look again."""
         if self._awake:
-            if turn.wanted and (self._config.schedule.mode.interrupts_for_turns or self._is_idle()):
+            at_once = turn.wanted_at_once or self._config.schedule.mode.interrupts_for_turns
+            if turn.wanted and (at_once or self._is_idle()):
                 self._fall_asleep(turn)
             return self._awake
         if turn.held:
@@ -311,14 +313,14 @@ class RolloutLoop:
         self._note_idle()
         self._noted_asleep = ""
         with self._context.timeline.span("sleep"):
-            self._sleeper(self._engine).sleep()
+            self._sleeper.sleep()
         self._awake = False
         turn.give()
 
     def _wake_up(self, turn: TurnHolder) -> None:
         """Load the newest weights, those that the actor just published; stay asleep if they are not there yet and the
         actor wants the devices back, or the run stops."""
-        engine, context = self._sleeper(self._engine), self._context
+        engine, context = self._sleeper, self._context
         context.report_state("waking up")
         with context.timeline.span("wait for weights"):
             while (newest := self._weights.newest) is None or (turn.version is not None and newest < turn.version):
@@ -326,6 +328,8 @@ class RolloutLoop:
                 self._wake.clear()
                 if turn.wanted or context.stopping.is_set():
                     break
+        if self._weights.abandoned:
+            self._abandon_rollouts()
         with context.timeline.span("wake up"):
             engine.wake(WakePart.WEIGHTS)
             self._awake = self._weights.load_newest(again=True)
@@ -351,15 +355,9 @@ class RolloutLoop:
         for rollout in finished:
             self._add_to_outbox(rollout)
 
-    def _sleeper(self, engine: GenerateEngine) -> SleepingGenerator:
-        """Return the engine; raises ConfigError if it cannot sleep."""
-        if not isinstance(engine, SleepingGenerator):
-            raise ConfigError(
-                f"rollout.engine: {self._config.rollout.engine} cannot free its device memory and take it back, which "
-                f"roles {self._config.roles_text} need; give rollout and actor devices of their own "
-                f"(--roles rollout:N,actor:N)"
-            )
-        return engine
+    @property
+    def _sleeper(self) -> SleepingGenerator:
+        return sleeping(self._engine, f"rollout.engine: {self._config.rollout.engine}", self._config.roles_text)
 
     def _swap_if_due(self) -> None:
         self._draining = False

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from asyncflow.errors import ConfigError
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation, SleepingGenerator
 from workers.engines.stop_strings import StopStrings
 from workers.rows.finished import FinishedRollout, RolloutRequest
 
@@ -109,6 +110,16 @@ class SingleTurn:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def sleeping(engine: GenerateEngine, name: str, roles: str) -> SleepingGenerator:
+    """Return an engine that can sleep; `name` and `roles` are for the ConfigError if it cannot."""
+    if not isinstance(engine, SleepingGenerator):
+        raise ConfigError(
+            f"{name}: cannot free its device memory and take it back, which roles {roles} need; give each of them "
+            f"devices of its own (--roles rollout:N,actor:N)"
+        )
+    return engine
 
 
 def single_turn(prompt_P: Tensor, generation: Generation) -> FinishedRollout:

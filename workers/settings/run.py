@@ -246,6 +246,8 @@ class LoggerConfig(Settings):
 
 COLOCATED = ("rollout", "actor")
 """The roles that can take turns on the same devices."""
+COLOCATED_WITH_EVALUATION = (*COLOCATED, "evaluate")
+"""The same, where held-out prompts are answered there, too."""
 
 
 class RunConfig(Settings):
@@ -292,7 +294,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _colocated_roles_fit(self) -> Self:
         counts = {role: self.roles.get(role) for role in self.colocated}
-        if self.colocated and (self.colocated != COLOCATED or len(set(counts.values())) > 1):
+        known = self.colocated in ((), COLOCATED, COLOCATED_WITH_EVALUATION)
+        if not known or len(set(counts.values())) > 1:
             told = ", ".join(f"{role}:{count}" for role, count in counts.items())
             joint = "+".join(COLOCATED)
             raise self.refusal(
@@ -309,7 +312,12 @@ class RunConfig(Settings):
     @property
     def num_devices(self) -> int:
         """How many devices the ranks take if every role has a model; colocated roles share theirs."""
-        return sum(self.roles.values()) - (self.roles["rollout"] if self.is_colocated else 0)
+        return sum(number for role, number in self.roles.items() if role not in self.guests)
+
+    @property
+    def guests(self) -> tuple[str, ...]:
+        """Roles that take turns with the actor on its devices."""
+        return tuple(role for role in self.colocated if role != "actor")
 
     @property
     def roles_text(self) -> str:

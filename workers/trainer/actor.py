@@ -679,7 +679,7 @@ class RoundsInTurns:
                 self._turn.give(self._sleep())
                 self._wait_asleep()
                 # Even if the run stops: the last step may still have to be saved.
-                wait_for_devices(self._context, self._turn)
+                wait_for_devices(self._context, self._turn, span="asleep")
                 self._wake()
             batch = next(rounds, None)
             if batch is None:

@@ -8,7 +8,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.engines.device_memory import (
     LOGITS_TILE,
     RUNTIME,
-    SWITCH,
     ModelSizes,
     fsdp_memory,
     megatron_memory,
@@ -116,20 +115,16 @@ def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
     assert shared == QWEN_7B.num_parameters, "each of two ranks keeps half of it"
 
 
-def test_colocated_sides_count_each_other_and_meet_when_weights_are_handed_over() -> None:
+def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     fields = {"steps": 1, "roles": {"rollout": 4, "actor": 4}, "model": {"path": "m", "dtype": "bfloat16"}}
     fields |= {"data": {"path": "d"}, "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}}
-    fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2}, "weightsync": {"bucket_bytes": 2**20}}
+    fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2}}
     separate = RunConfig.model_validate(fields)
     colocated = RunConfig.model_validate(fields | {"colocated": ("rollout", "actor")})
     apart, together = (memory_of_roles(config, QWEN_7B) for config in (separate, colocated))
-    for role in ("rollout", "actor"):
-        assert sum(together[role].values()) == sum(apart[role].values()) + RUNTIME
-    size = QWEN_7B.num_parameters
-    switch = together[SWITCH]
-    assert sum(switch.values()) == 16 * size // 4 + 2 * size + 2 * 2**20 + 2 * RUNTIME
-    state = state_of_roles(colocated, size)
-    assert state["actor"] == 16 * size // 4 * 4 and SWITCH not in state
+    more = {role: sum(together[role].values()) - sum(apart[role].values()) for role in together}
+    assert more == {"rollout": RUNTIME, "actor": RUNTIME}
+    assert state_of_roles(colocated, QWEN_7B.num_parameters)["actor"] == 16 * QWEN_7B.num_parameters
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.strict_vllm import WRONG, StrictLlm, Wrong, refuses, strict_vllm
+from tests.support.strict_vllm import TAGS, WRONG, StrictLlm, Wrong, refuses, strict_vllm
 from workers.engines.base import GenerateRequest, Generation, SleepingGenerator, WakePart
 from workers.engines.vllm.engine import VllmEngine
 
@@ -49,20 +49,22 @@ def test_running_responses_go_on_after_a_sleep_and_none_is_lost(model_dir: Path,
     with strict_vllm(model_dir, llm) as engine:
         assert isinstance(engine, SleepingGenerator)
         load(engine, 3)
+        llm.most_tokens = 8
         engine.submit(requests(0, 1))
-        engine.step(NEVER)
+        while llm.num_drawn < 2 * 8:
+            engine.step(NEVER)
         before = len(llm.calls)
         engine.sleep()
-        drawn = llm.num_drawn
-        assert drawn and len(llm.running) == (2 if tells_versions else 0), "an old vLLM cannot keep them"
+        assert len(llm.running) == (2 if tells_versions else 0), "an old vLLM cannot keep them"
         engine.submit(requests(2))
         engine.cancel(1)
         wake(engine, 4)
         assert llm.calls[before:] == [f"sleep 2 {'keep' if tells_versions else 'abort'}", *TURN]
+        llm.most_tokens = 40
         responses = drain(engine)
         assert [response.ticket for response in responses] == [0, 2]
         assert [len(response.response_R) for response in responses] == [40, 40]
-        assert set(responses[0].versions_R.tolist()) == {3, 4} and set(responses[1].versions_R.tolist()) == {4}
+        assert responses[0].versions_R.tolist() == [3] * 8 + [4] * 32 and set(responses[1].versions_R.tolist()) == {4}
         assert llm.num_aborted == (0 if tells_versions else 2)
 
 
@@ -78,6 +80,24 @@ def test_no_token_is_drawn_before_the_cache_is_back(model_dir: Path) -> None:
         assert (llm.num_drawn, llm.running) == (0, {})
         engine.wake(WakePart.KV_CACHE)
         assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize("tells_versions", [True, False], ids=["0.32", "before"])
+def test_an_engine_that_got_no_weights_sleeps_again(model_dir: Path, tells_versions: bool) -> None:
+    llm = StrictLlm(tells_versions, most_tokens=8)
+    with strict_vllm(model_dir, llm) as engine:
+        load(engine, 0)
+        engine.submit(requests(0))
+        while llm.num_drawn < 8:
+            engine.step(NEVER)
+        engine.sleep()
+        engine.submit(requests(1))
+        engine.wake(WakePart.WEIGHTS)
+        engine.sleep()
+        assert (llm.asleep, llm.num_drawn) == (TAGS, 8)
+        llm.most_tokens = 40
+        wake(engine, 1)
+        assert [len(response.response_R) for response in drain(engine)] == [40, 40]
 
 
 async def _turns_of_the_loop() -> None:

@@ -43,9 +43,25 @@ def test_a_dead_holder_frees_the_turn_and_asks_anew() -> None:
     # what it said before it died
     assert turn.handle(TurnAsked("actor", attempt=0)) == [] and turn.waiting == ()
     turn.start_attempt("actor", 1)
-    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0")]
+    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0", urgent=True)]
     assert turn.handle(TurnGiven("actor", attempt=0)) == []
     assert turn.handle(TurnGiven("rollout-0")) == [TurnGranted("actor", attempt=1)]
+
+
+def test_a_trainer_that_starts_again_is_urgent() -> None:
+    turn = DeviceTurn(SIDES)
+    turn.handle(TurnAsked("rollout-0"))
+    assert turn.handle(TurnAsked("actor")) == [TurnWanted("rollout-0")]
+    assert turn.handle(TurnLost("actor")) == []
+    turn.start_attempt("actor", 1)
+    assert turn.handle(TurnAsked("actor", attempt=1)) == [TurnWanted("rollout-0", urgent=True)]
+    turn.handle(TurnLost("actor"))
+    turn.start_attempt("actor", 2)
+    assert turn.handle(TurnAsked("actor", attempt=2)) == [], "it knows"
+    turn.handle(TurnGiven("rollout-0"))
+    turn.handle(TurnAsked("rollout-0"))
+    turn.handle(TurnGiven("actor", attempt=2))
+    assert turn.handle(TurnAsked("actor", attempt=2)) == [TurnWanted("rollout-0")], "once, and then as ever"
 
 
 def test_a_dead_asker_is_forgotten() -> None:

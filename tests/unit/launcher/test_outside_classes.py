@@ -214,6 +214,14 @@ def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any,
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_an_engine_that_cannot_sleep_takes_no_turns(code: Path) -> None:
+    run = load_config(find_recipe("quickstart")).model_dump(mode="json")
+    run |= {"roles": {"rollout": 1, "actor": 1}, "colocated": ["rollout", "actor"]}
+    run["rollout"] |= PLAIN
+    with pytest.raises(ConfigError, match="rollout.engine: custom_engine:PlainEngine lacks sleep wake;"):
+        resolving(run, {}, FIELDS)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from asyncflow.errors import ConfigError
+from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import check_run
 from launcher.config.load_config import check_roles, load_config, parse_roles
 from launcher.config.paths import find_recipe
@@ -53,7 +54,10 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
         ("rollout:8", "'actor' is missing"),
         ("rollout+actor:0", "actor:0 must have at least 1 rank"),
         ("rolout+actor:1", "'rolout' is not a role; did you mean 'rollout'?"),
-        ("rollout+ref:2,actor:2", "'rollout+ref' cannot share devices, only rollout+actor can; give each"),
+        (
+            "rollout+ref:2,actor:2",
+            "'rollout+ref' cannot share devices, only rollout+actor can, and rollout+actor+evaluate; give each",
+        ),
         ("rollout+actor:2,actor:2", "'actor' is given twice"),
         ("rollout+actor+ref:2", "'rollout+actor+ref' cannot share devices"),
     ],
@@ -111,6 +115,15 @@ def test_rollout_and_actor_may_share_devices(write_config: Callable[..., Path]) 
         assert (config.roles_text, config.num_devices) == ("rollout+actor:2,ref:1", 3)
 
 
+def test_evaluators_may_share_them_too(write_config: Callable[..., Path]) -> None:
+    config = load_config(write_config(), roles="rollout+actor+evaluate:2")
+    assert config.colocated == ("rollout", "actor", "evaluate") and config.num_devices == 2
+    places = {gang.name: gang.devices for gang in place_gangs(config, Devices("cuda", 2))}
+    assert places["evaluate-1"] == places["rollout-1"] == ("cuda:1",)
+    with pytest.raises(ConfigError, match=r"roles: 'rollout\+evaluate' cannot share"):
+        load_config(write_config(), roles="rollout+evaluate:2,actor:1")
+
+
 def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tmp_path: Path) -> None:
     load_config(write_config(), roles="rollout+actor:2").save(tmp_path)
     assert load_config(tmp_path / "config.yaml").is_colocated
@@ -123,6 +136,11 @@ def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tm
     [
         ("rollout:1,actor:1", ["schedule.mode=colocate_async"], "schedule.mode: colocate_async needs roles that take"),
         ("rollout+actor:1", ["schedule.mode=substep"], "schedule.mode: substep cannot be used .* colocate_async"),
+        (
+            "rollout+actor:1",
+            ["schedule.mode=colocate_async", "rollout.on_swap=finish"],
+            "rollout.on_swap: finish cannot be used with schedule.mode colocate_async",
+        ),
         ("rollout+actor:1", ["weightsync.path=broadcast"], "weightsync.path: broadcast cannot be used"),
         ("rollout+actor:1", ["weightsync.max_updating=1"], "weightsync.max_updating: cannot be used"),
         ("rollout+actor:1", ["launcher.external_gangs=[rollout-0]"], "launcher.external_gangs: 'rollout-0' is of a"),

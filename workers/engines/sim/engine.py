@@ -203,9 +203,10 @@ class SimGenerateEngine:
 
 
 class SimFrozenModel:
-    """Returns the log-probabilities of the generation engine; implements `FrozenEngine`."""
+    """Returns the log-probabilities of the generation engine; implements `FrozenEngine` and `Sleeper`."""
 
     adopts_weights = True
+    resident_bytes = 0
 
     def __init__(self, config: SimConfig, *, s_per_token: float) -> None:
         self._config = config
@@ -232,6 +233,12 @@ class SimFrozenModel:
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A] after the simulated time."""
         return _log_probs(self._s_per_token, batch)
+
+    def sleep(self) -> None:
+        """Nothing to free, and no time of its own: it sleeps with the trainer."""
+
+    def wake(self) -> None:
+        """Nothing to bring back."""
 
 
 class SimTrainEngine:

@@ -119,6 +119,7 @@ class VllmEngine(TaskEngine):
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
             joins_groups=setup.run.weightsync.path == "broadcast",
+            sleeps=setup.takes_turns,
         )
 
     @property
@@ -182,8 +183,9 @@ class VllmEngine(TaskEngine):
         self._tasks.run_coroutine(receive(), what="vLLM's ranks to receive weights", timeout_s=timeout_s)
 
     def sleep(self) -> None:
+        half_awake = not self._order.is_awake
         if self._order.note_sleep():
-            self._run(self._fall_asleep(), what="vLLM to sleep")
+            self._run(self._fall_asleep(half_awake=half_awake), what="vLLM to sleep")
 
     def wake(self, *parts: WakePart) -> None:
         for part in parts:
@@ -373,11 +375,14 @@ class VllmEngine(TaskEngine):
         self._num_aborts += 1
         return "abort"
 
-    async def _fall_asleep(self) -> None:
+    async def _fall_asleep(self, *, half_awake: bool) -> None:
         # Level 2 drops weights and cache, and vLLM's prefix cache with them. New requests wait on this side: a vLLM
         # before 0.29 schedules as soon as the weights wake, when it has requests and no memory for their keys.
         self._no_swap.clear()
         try:
+            if half_awake and not self._tells_versions:
+                # It takes no second sleep while its cache sleeps. Nothing runs in it, see `_note_pause`.
+                await self._llm.wake_up(tags=[WakePart.KV_CACHE.value])
             # vLLM's own default, "abort", would end all responses.
             await self._llm.sleep(level=2, mode=self._note_pause())
         except Exception as error:
