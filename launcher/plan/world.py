@@ -1036,7 +1036,7 @@ class SimulatedTurn:
                 case TurnGranted():
                     self._asked.discard(said.gang)
                     switch_s = times.to_actor_s if gang is self._actor else times.to_rollout_s
-                    world.schedule_after(switch_s, partial(self._wake, gang))
+                    world.schedule_after(switch_s + times.latency.turn_s, partial(self._wake, gang))
                 case TurnWanted():
                     self._wanted.add(said.gang)
                     world.schedule_after(0.0, partial(self.give_if_wanted, gang))

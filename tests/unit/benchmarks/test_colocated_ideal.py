@@ -12,7 +12,7 @@ from launcher.plan.scenario import Latency, Scenario, Times
 from launcher.plan.world import simulate
 
 _STEPS, _SKIP = 8, 2
-_FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
+_FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def simulated_s(values: Mapping[str, Any]) -> float:

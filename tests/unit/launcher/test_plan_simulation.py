@@ -25,7 +25,7 @@ from workers.settings.dataflow import PlacedTask, Task, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
-FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
+FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def config_of(**changed: Any) -> RunConfig:
