@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncflow.device import free_cached_memory, use_device, wait_for_device
+from asyncflow.errors import ConfigError
 
 # PyTorch's allocator of page-locked memory rounds sizes up to a power of two, so one block for everything could take
 # twice what it holds.
@@ -45,6 +46,7 @@ class StateOffload:
         """Free the device memory behind tensors, after copying that of `kept`; `scratch` comes back uninitialized.
 
         Tensors of other devices are left alone. No copy out of them may be under way in another thread or stream.
+        Raises ConfigError if the host has no memory to page-lock; nothing was freed.
         """
         assert not self._out, "move_out() twice"
         use_device(self._device)
@@ -94,7 +96,15 @@ class StateOffload:
     def _block(self, number: int) -> Tensor:
         if number == len(self._blocks):
             pinned = self._device.type != "cpu"
-            self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+            try:
+                self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+            except RuntimeError as error:
+                self._out = []
+                raise ConfigError(
+                    f"roles: no host memory for the state of a model that sleeps: {len(self._blocks)} blocks of "
+                    f"{_BLOCK_BYTES // 2**20} MB are page-locked, and one more is refused ({error}); use hosts with "
+                    f"more memory, or give the roles devices of their own"
+                ) from error
         return self._blocks[number]
 
 

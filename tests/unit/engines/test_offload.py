@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import workers.engines.offload
+from asyncflow.errors import ConfigError
 from workers.engines.offload import StateOffload
 
 CPU = torch.device("cpu")
@@ -25,6 +26,16 @@ def test_memory_leaves_once_and_all_views_of_it_come_back_with_the_same_bits(mon
             torch.testing.assert_close(each.detach(), value, rtol=0, atol=0, equal_nan=True)
     weight.data.fill_(3.0)
     assert buffer[:40].eq(3.0).all(), "it is a view as before"
+
+
+def test_a_host_without_memory_is_told_and_nothing_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, offload = torch.ones(10), StateOffload(CPU)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers.engines.offload, "_BLOCK_BYTES", 2**62)  # which no machine has
+        with pytest.raises(ConfigError, match="roles: no host memory for the state of a model that sleeps: 0 blocks"):
+            offload.move_out([tensor])
+    assert not offload.is_out and tensor.eq(1).all()
 
 
 def test_scratch_comes_back_without_a_copy_and_memory_of_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,8 +389,9 @@ class FsdpEngine(ShardedModel):
         return copy
 
     def _prepare_sleep(self) -> None:
-        for model in (self, *self._copies):
-            reshard(model._model)
+        super()._prepare_sleep()
+        for copy in self._copies:
+            copy._prepare_sleep()
 
     def _state_tensors(self) -> Iterator[Tensor]:
         yield from super()._state_tensors()
@@ -433,6 +434,9 @@ class FsdpCopy(SharedModel, OffloadedState):
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         return _log_probs(self._model, self._inputs, batch, self._temperature)
+
+    def _prepare_sleep(self) -> None:
+        reshard(self._model)
 
     def _state_tensors(self) -> Iterable[Tensor]:
         return self._model.parameters()

@@ -3,7 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,8 @@ class RewardModel(OffloadedState):
         # A rank without samples computes something anyway, to take part in the gathers.
         return over_ranks(read, lambda part: self._score_packed(part or read), count=lambda part: len(part.lengths_N))
 
-    def _state_tensors(self) -> Iterable[Tensor]:
-        return self._model.parameters()
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
 
     def _score_packed(self, read: Sequences) -> Tensor:
         inputs = PackedInputs.from_batch(read, self._device, shared_prompt=True)
