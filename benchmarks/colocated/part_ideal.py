@@ -170,7 +170,7 @@ def run(
     Args:
         skip: first steps, which do not count; they and `steps` should be whole turns of `FORMS`.
         launched: False: only predict, and compare predictions with what is possible.
-        plot: draw the ratios into this file.
+        plot: draw the steps into this file.
         short: one workload, one time of a switch, two turns.
     """
     if short:
@@ -222,7 +222,7 @@ def run(
     if launched:
         figures |= {"planner_error_max": max(errors), **_signs(step_s, predicted_s)}
     if plot is not None:
-        draw(ratios["separated_x"] or ratios["predicted_separated_x"], plot, measured=launched)
+        draw(step_s or predicted_s, plot, measured=launched)
     return figures
 
 
@@ -250,26 +250,29 @@ def _signs(
     return {"planner_pairs": pairs, "planner_wrong_signs": wrong}
 
 
-def draw(ratios: Mapping[tuple[str, float], float], target: Path, *, measured: bool) -> None:
-    """Draw the separated form's gain by workload and time of a switch, beside the paper's."""
+def draw(step_s: Mapping[tuple[str, float, Form], float], target: Path, *, measured: bool) -> None:
+    """Draw how much faster the separated, asynchronous run is than each other form, beside the paper's figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axis = figure.subplots()
-    names, switches = (list(dict.fromkeys(case[k] for case in ratios)) for k in (0, 1))
-    width = 0.8 / len(switches)
-    for number, switch_s in enumerate(switches):
-        places = [place + (number - (len(switches) - 1) / 2) * width for place in range(len(names))]
-        heights = [ratios[name, switch_s] for name in names]
-        bars = axis.bar(places, heights, width, color=f"C{number}", label=f"a switch takes {switch_s:g} s")
-        axis.bar_label(bars, fmt="%.2f", fontsize=8)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.axhline(PAPERS_X, color="gray", linestyle="--", linewidth=1, label=f"the paper's mean, {PAPERS_X}")
-    axis.set_xticks(range(len(names)), names)
-    axis.set(
-        ylabel="colocated sync step / separated async step", xlabel="workload: w0, w1 short tails; w2, w3 long ones"
+    names, switches, forms = (list(dict.fromkeys(case[k] for case in step_s)) for k in range(3))
+    others = [form for form in forms if form is not _OURS]
+    width = 0.8 / len(others)
+    figure = Figure(figsize=(4.5 * len(switches), 4.5), layout="constrained")
+    axes = figure.subplots(1, len(switches), squeeze=False)[0]
+    for axis, switch_s in zip(axes, switches, strict=True):
+        for number, form in enumerate(others):
+            places = [place + (number - (len(others) - 1) / 2) * width for place in range(len(names))]
+            heights = [step_s[name, switch_s, form] / step_s[name, switch_s, _OURS] for name in names]
+            bars = axis.bar(places, heights, width, color=f"C{number}", label=form.name.replace("_", " ", 1))
+            axis.bar_label(bars, fmt="%.2g", fontsize=7)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.axhline(PAPERS_X, color="gray", linestyle="--", linewidth=1, label=f"the paper's mean, {PAPERS_X}")
+        axis.set_xticks(range(len(names)), names)
+        axis.set(title=f"a switch takes {switch_s:g} s")
+    axes[0].set(ylabel="step / step of separated async")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(others) + 1, frameon=False
     )
-    axis.legend(frameon=False)
-    how = "sim engines" if measured else "simulated by the planner"
-    figure.suptitle(f"Separated over colocated, seven devices, steps of about 4 s ({how})")
+    how = "sim engines" if measured else "predicted"
+    figure.suptitle(f"Seven devices, steps of about 4 s ({how}); w0, w1: short tails; w2, w3: long ones")
     figure.savefig(target, dpi=110)
