@@ -84,6 +84,13 @@ def wait_for_device(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
+def free_cached_memory(device: torch.device) -> None:
+    """Give memory that this process's allocator keeps for later back to `device`, for other processes."""
+    if device.type != "cpu":
+        wait_for_device(device)  # blocks that another stream still reads are kept
+        torch.get_device_module(device).empty_cache()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the calling thread's current one for a `with` block."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index or 0)

@@ -26,7 +26,15 @@ from asyncflow.testing.training import (
     save_adapted_model,
     save_tiny_model,
 )
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation, ResamplingEngine, generate
+from workers.engines.base import (
+    GenerateEngine,
+    GenerateRequest,
+    Generation,
+    ResamplingEngine,
+    SleepingGenerator,
+    WakePart,
+    generate,
+)
 from workers.settings.rollout import SamplingConfig
 
 # An engine under test, with what a test does to it: ask, step, swap, compare with the reference.
@@ -53,6 +61,20 @@ class Lab:
     def swap(self, path: Path, *, version: int) -> None:
         self.engine.load_weights(self.adapter.weights(path))
         self.engine.version = version
+
+    def wake(self, path: Path, *, version: int) -> None:
+        """Wake an engine that sleeps, with the weights of a directory."""
+        engine = self.sleeper
+        engine.wake(WakePart.WEIGHTS)
+        self.swap(path, version=version)
+        engine.wake(WakePart.KV_CACHE)
+
+    @property
+    def sleeper(self) -> SleepingGenerator:
+        """The engine, if it can sleep; otherwise the test is skipped."""
+        if not isinstance(self.engine, SleepingGenerator):
+            pytest.skip("the engine does not sleep")
+        return self.engine
 
     @cached_property
     def references(self) -> dict[int, Reference]:
@@ -415,6 +437,72 @@ def test_abort_forgets_what_runs(lab: Lab) -> None:
     assert (lab.engine.num_running, lab.engine.free_slots) == (0, lab.sampling.batch_size)
     assert lab.engine.step(_set()) == []
     assert [response.ticket for response in lab.drain(lab.requests(4, first=40))] == [40, 41, 42, 43]
+
+
+def test_what_runs_goes_on_after_a_sleep(lab: Lab) -> None:
+    requests = lab.requests(16)
+    lab.engine.submit(requests)
+    responses = lab.step_until_some()
+    num_running = lab.engine.num_running
+    for _ in range(2):  # asleep already: nothing happens
+        lab.sleeper.sleep()
+    assert lab.engine.num_running == num_running
+    lab.wake(lab.new, version=1)
+    responses += lab.drain()
+    assert sorted(response.ticket for response in responses) == list(range(16)), "none is lost, none comes twice"
+    seen = [tuple(dict.fromkeys(response.versions_R.tolist())) for response in responses]
+    assert set(seen) <= {(0,), (0, 1), (1,)} and (0, 1) in seen, "tokens drawn before keep their version"
+    if lab.adapter.families:
+        for response in responses:
+            # keys and values are computed again, even where a swap keeps them
+            for version in set(response.versions_R.tolist()):
+                drawn = response.versions_R == version
+                request = requests[response.ticket]
+                expected = lab.references[version].log_probs(request.prompt_P, response.response_R)
+                torch.testing.assert_close(
+                    response.log_probs_R[drawn].double(), expected[drawn], rtol=0, atol=lab.adapter.tolerance
+                )
+
+
+def test_a_sleep_changes_no_response(model_lab: Lab) -> None:
+    requests = model_lab.requests(12)
+    whole = model_lab.drain(requests)
+    model_lab.sleeper.sleep()
+    model_lab.wake(model_lab.old, version=0)
+    if not model_lab.adapter.draws_ignore_batch:
+        pytest.skip("the engine says that its draws depend on the batch")
+    for one, other in zip(whole, model_lab.drain(requests), strict=True):
+        assert one.response_R.equal(other.response_R)
+
+
+def test_an_engine_that_got_no_weights_sleeps_again(lab: Lab) -> None:
+    lab.engine.submit(lab.requests(4))
+    lab.engine.step(_set())
+    running = lab.engine.num_running
+    lab.sleeper.sleep()
+    lab.sleeper.wake(WakePart.WEIGHTS)
+    lab.sleeper.sleep()
+    lab.wake(lab.new, version=1)
+    assert len(lab.drain()) == running
+
+
+def test_requests_come_and_go_while_the_engine_sleeps(lab: Lab) -> None:
+    slots = lab.sampling.batch_size
+    lab.engine.submit(lab.requests(4))
+    lab.engine.step(_set())
+    running = lab.engine.num_running
+    lab.sleeper.sleep()
+    lab.engine.cancel(3)
+    lab.engine.submit(lab.requests(2, first=slots))
+    lab.wake(lab.old, version=0)
+    tickets = [response.ticket for response in lab.drain()]
+    assert tickets[-2:] == [slots, slots + 1] and 3 not in tickets and len(tickets) == running + 1
+    lab.sleeper.sleep()
+    lab.engine.submit(lab.requests(2))
+    lab.engine.abort()
+    assert lab.engine.num_running == 0
+    lab.wake(lab.old, version=0)
+    assert [response.ticket for response in lab.drain(lab.requests(2))] == [0, 1]
 
 
 def test_idle_step_returns_at_once(lab: Lab) -> None:

@@ -22,7 +22,7 @@ from asyncflow.errors import BadRequest
 from asyncflow.testing import training_samples as samples
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.checkpoint.saved_shards import ExportShare
-from workers.engines.base import RankedExportEngine, TrainEngine
+from workers.engines.base import RankedExportEngine, SleepingTrainer, TrainEngine
 from workers.rows.packed_rows import Sequences
 
 Open = Callable[[], TrainEngine]
@@ -43,7 +43,9 @@ def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[
     results["trained"] = pieces(engine)
     results["trained_log_probs"] = log_probs(engine, *replica)
     dcp.save(engine.state_dict(), checkpoint_id=out / "saved")
-    results["resumed"] = resumed(engine, open_engine(), out / "saved", *replica)
+    other = open_engine()
+    results["resumed"] = resumed(engine, other, out / "saved", *replica)
+    results["slept"] = slept(engine, other, *replica) if isinstance(engine, SleepingTrainer) else None
     if dist.get_rank() == 0:
         engine.export_hf(out / "export", out / "saved")
     if isinstance(engine, RankedExportEngine):
@@ -95,6 +97,32 @@ def resumed(engine: TrainEngine, other: TrainEngine, saved: Path, replica: int, 
     stats = [update(each, samples.UPDATES + 1, replica, num_replicas) for each in (engine, other)]
     pairs = zip(pieces(engine), pieces(other), strict=True)
     return stats[0] == stats[1] and all(one[3].equal(same[3]) for one, same in pairs)
+
+
+def slept(engine: Any, other: TrainEngine, replica: int, num_replicas: int) -> dict[str, Any]:
+    """Have an engine sleep after each micro-batch of an update and after the update; `other` makes the same update."""
+    awake, asleep = engine.resident_bytes, []
+    for rows in samples.micro_batches(samples.UPDATES + 2, replica, num_replicas):
+        engine.forward_backward(samples.sequences(rows), samples.loss)
+        asleep.append(nap(engine))
+    stats = engine.step(samples.SCALE)
+    asleep.append(nap(engine))
+    same = (stats.grad_norm, stats.lr) == update(other, samples.UPDATES + 2, replica, num_replicas)
+    rows = list(range(replica, 8, num_replicas))
+    first, second = (each.log_probs(samples.sequences(rows)).cpu() for each in (engine, other))
+    pairs = zip(pieces(engine), pieces(other), strict=True)
+    same &= first.equal(second) and all(one[3].equal(another[3]) for one, another in pairs)
+    return {"same": same, "awake": awake, "asleep": max(asleep)}
+
+
+def nap(engine: SleepingTrainer) -> int:
+    """Return the bytes that an engine holds asleep; it is awake again then."""
+    for _ in range(2):  # asleep, or awake, already: nothing happens
+        engine.sleep()
+    resident = engine.resident_bytes
+    for _ in range(2):
+        engine.wake()
+    return resident
 
 
 def refused(engine: TrainEngine) -> dict[str, str]:

@@ -272,6 +272,14 @@ def test_a_loaded_state_goes_on_exactly(trained: Trained) -> None:
     assert [rank["resumed"] for rank in trained.ranks] == [True] * len(trained.ranks)
 
 
+def test_a_sleep_in_the_middle_of_a_step_changes_no_bit(trained: Trained) -> None:
+    """`SleepingTrainer`, if the engine is one."""
+    for rank in trained.ranks:
+        if rank["slept"] is not None:
+            assert rank["slept"]["same"]
+            assert rank["slept"]["awake"] > 0 and rank["slept"]["asleep"] == 0
+
+
 def test_ranks_together_write_the_export_of_a_single_process(trained: Trained) -> None:
     """`export_share`, if the engine has it."""
     whole, shared = trained.out / "export", trained.out / "shared"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,17 +54,27 @@ def launch(workload: Workload, schedule: str, directory: Path, *, steps: int, se
     Raises:
         SystemExit: the run failed; says what it printed.
     """
+    return launch_values(run_values(workload, SCHEDULES[schedule], steps, seed), directory)
+
+
+def launch_values(values: Mapping[str, Any], directory: Path) -> Ran:
+    """Run what these values of a configuration say.
+
+    Raises:
+        SystemExit: the run failed; says what it printed.
+    """
     directory.mkdir(parents=True)
     source = directory / "ablation.yaml"
-    source.write_text(yaml.safe_dump(_config(workload, schedule, steps, seed), sort_keys=False))
+    source.write_text(yaml.safe_dump(dict(values), sort_keys=False))
     command = [sys.executable, "-c", _MODULE, str(source), "--run-dir", str(directory / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(f"{directory.name}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
     return read_run(directory / "run")
 
 
-def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[str, Any]:
+def run_values(workload: Workload, schedule: Mapping[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    """Return the configuration of a run; `schedule` are the mode and its staleness."""
     quickstart = find_recipe("quickstart").parent / "quickstart"
     return {
         "name": "ablation",
@@ -72,7 +83,7 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
         "roles": asdict(workload.cluster),
         "model": {"path": str(quickstart / "model")},
         "data": {"path": str(quickstart / "train.jsonl"), "max_prompt_tokens": 8},
-        "schedule": {**SCHEDULES[schedule], "rollout_batch_size": workload.samples, "n_samples_per_prompt": 1},
+        "schedule": {**schedule, "rollout_batch_size": workload.samples, "n_samples_per_prompt": 1},
         "rollout": {
             "engine": "sim", "batch_size": workload.slots // workload.cluster.rollout, "max_response_tokens": 1 << 14,
             "samples_per_step": 0,
@@ -81,7 +92,7 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
         "ref": {"engine": "sim", "micro_batch_size": _REF_ROWS},
         "algorithm": {"kl_coef": 0.001},
         "tq": {"policy": "token-balanced"},
-        "weightsync": {"max_updating": 1} if schedule.startswith("substep") else {},
+        "weightsync": {"max_updating": 1} if schedule["mode"] == "substep" else {},
         "checkpoint": {"interval": 0, "export_hf": False},
         "sim": workload.sim(),
     }  # fmt: skip

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def choice(given: Given) -> dict[str, float]:
     values["roles"] = {"rollout": 8, "actor": 4, "ref": 2}
     values["algorithm"] = {"kl_coef": 0.001}
     config = RunConfig.model_validate(with_data(values))
-    plan = open_planner(config, devices=_DEVICES, device=None).find_plans()[0]
+    plan = replace(open_planner(config, devices=_DEVICES, device=None), colocated=False).find_plans()[0]
     planned = _split(plan.config.roles)
     say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
     actors = [number for number in range(1, _DEVICES - 1) if with_ranks(config, {"actor": number})]

@@ -23,8 +23,8 @@ from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.config.rules import check_batch_sizes
 from launcher.plan.plan_report import open_planner
-from launcher.plan.search import Plan, Planner, batch_sizes, with_changes, with_ranks
-from workers.settings.run import RunConfig
+from launcher.plan.search import Plan, Planner, batch_sizes, with_changes
+from workers.settings.run import COLOCATED, RunConfig
 from workers.settings.schedule import ScheduleMode
 
 Say = Callable[[str], None]
@@ -123,7 +123,8 @@ def _asyncflow(sizes: Sequence[int], directory: Path, say: Say) -> Iterator[Row]
             config = with_changes(config, {"ref.engine": "fsdp", "ref.shards": _SHARDS})
         rates = {}
         for devices in sizes:
-            planner = open_planner(config, devices=devices, device=_NODES_OF_16)
+            # The paper's own form: every role has devices of its own.
+            planner = replace(open_planner(config, devices=devices, device=_NODES_OF_16), colocated=False)
             try:
                 best = planner.find_plans()[0]
             except ConfigError as error:
@@ -147,16 +148,31 @@ def _asyncflow(sizes: Sequence[int], directory: Path, say: Say) -> Iterator[Row]
 
 
 def _colocated_s(planner: Planner, devices: int) -> float:
-    """Return a step's time where all devices generate, then all score and train with FSDP (verl's set-up).
-
-    What such a run moves off the devices between its phases takes no time here, and weights go as ours do.
-    """
-    roles = {"rollout": devices, "actor": devices}
+    """Return a step's time where rollout and actor take turns on all devices, trained by FSDP (verl's set-up)."""
     changes = {"actor.engine": "fsdp", "actor.tri_model": True}
-    config = _with(with_changes(planner.config, changes), ScheduleMode.SYNC, roles)
+    config = with_changes(planner.config, changes)
     sizes = {int(str(layout["vllm.tensor_parallel_size"])) for layout in planner.model_layouts()}
     able = [with_changes(config, {"vllm.tensor_parallel_size": size}) for size in sorted(sizes)]
-    return min(_best_s(planner, each) for each in able if with_ranks(each, {}) and _fits(planner, each))
+    planner = _of_rival(planner)
+    return min(_best_s(planner, each) for each in _in_turns(planner, able, devices))
+
+
+def _of_rival(planner: Planner) -> Planner:
+    """Return a planner of frameworks that gather new weights on the devices that generate."""
+    assert planner.costs is not None
+    return replace(planner, costs=replace(planner.costs, hands_over=True))
+
+
+def _in_turns(planner: Planner, configs: Iterable[RunConfig], devices: int) -> list[RunConfig]:
+    """Return those runs, colocated and `sync`, that divide and fit `devices`."""
+    shared = {"colocated": COLOCATED}
+    roles = dict.fromkeys(COLOCATED, devices)
+    every = [with_changes(_with(config, ScheduleMode.SYNC, roles), shared) for config in configs]
+    return [each for each in every if _divides(each, devices) and _fits(planner, each)]
+
+
+def _divides(config: RunConfig, devices: int) -> bool:
+    return not any(devices % config.ranks_per_copy(role) for role in COLOCATED)
 
 
 def _ablation(planner: Planner, plan: Plan) -> Iterator[Row]:
@@ -227,6 +243,8 @@ _RIVALS = (
     ("mindspeed_rl", "it is colocated, and its layout is not given"),
     ("verl", "both overlap on separate devices; what differs is code"),
 )
+_MINDSPEED_RL = {"32B_16K": 64}
+"""Devices of that rival, where it had others than theirs."""
 
 
 def _periodic(directory: Path, say: Say) -> Iterator[Row]:
@@ -236,6 +254,9 @@ def _periodic(directory: Path, say: Say) -> Iterator[Row]:
         rates[name], sync = _tokens_per_s_device(case, config, case.devices, say, name)
         for (rival, why), rate in zip(_RIVALS, case.rates, strict=False):
             if rate is not None:
+                if rival == "mindspeed_rl":
+                    in_turns = _best_in_turns(case, config, _MINDSPEED_RL.get(name, case.devices))
+                    why += f" (in the best one that fits, the ratio would be {rates[name] / in_turns:.2f})"
                 yield Row(f"periodic_over_{rival}_{name}", case.rates[3] / rate, None, why)
         yield Row(f"periodic_over_sync_{name}", case.rates[3] / case.rates[2], rates[name] / sync)
     name, tokens, rate = _NOT_SHARED
@@ -248,6 +269,14 @@ def _periodic(directory: Path, say: Say) -> Iterator[Row]:
     for devices in more:
         scaled, _ = _tokens_per_s_device(_CASES[name], config, devices, say, name)
         yield Row(f"scaling_{name}_{devices}", scaling[devices] / scaling[fewest], scaled / rates[name])
+
+
+def _best_in_turns(case: _Case, config: RunConfig, devices: int) -> float:
+    """Return the trained tokens per second and device of a colocated run with the best of all layouts."""
+    planner = _of_rival(open_planner(config, devices=devices, device=_NODES_OF_8))
+    layouts = (with_changes(config, layout) for layout in planner.model_layouts())
+    best = min(_in_turns(planner, layouts, devices), key=planner.bound_s)
+    return case.tokens / case.steps / _best_s(planner, best) / devices
 
 
 def _tokens_per_s_device(case: _Case, config: RunConfig, devices: int, say: Say, name: str) -> tuple[float, float]:

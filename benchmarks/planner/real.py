@@ -60,7 +60,7 @@ def predict_and_run(
     launch([name, *sets, "--steps", "8"], directory / "lengths")
     planner = open_planner(
         config,
-        devices=sum(config.roles.values()),
+        devices=config.num_devices,
         device=None,
         lengths=directory / "lengths",
         profile=directory / "profile.json",

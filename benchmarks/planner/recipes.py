@@ -8,6 +8,7 @@ Lengths are those that each recipe expects (its section `sim`). No run, no weigh
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def open_recipe(name: str, device: str, directory: Path) -> Planner:
     prompts = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"
     own = [f"model.path={directory / model}", f"data.path={prompts}"]
     config = load_config(find_recipe(name), overrides=own)
-    devices = sum(config.roles.values())
+    devices = config.num_devices
     planner = open_planner(config, devices=devices, device=device)
     check_launchable(config, planner.device, devices)
     planner.headroom_gb(config)
@@ -63,8 +64,9 @@ def open_recipe(name: str, device: str, directory: Path) -> Planner:
 
 
 def compare(name: str, device: str, directory: Path) -> tuple[float, Plan]:
-    """Return the predicted step of a recipe as it is (s), and its best plan."""
+    """Return the predicted step of a recipe as it is (s), and the best plan of its form."""
     planner = open_recipe(name, device, directory)
+    planner = replace(planner, colocated=planner.config.is_colocated)
     return planner.step_s(), planner.find_plans()[0]
 
 

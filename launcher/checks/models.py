@@ -277,7 +277,7 @@ _REMEDIES = {
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
-_BESIDE_VLLM = ("next version", "buckets")
+_BESIDE_VLLM = ("next version", "buckets", "asleep")
 """Not part of the share that vLLM takes."""
 
 
@@ -303,10 +303,10 @@ def device_memory(
             )
         beside = {name: size for name, size in parts.items() if name not in inside}
         if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit_gb * 1e9:
+            instead = ", or set weightsync.path to staged" if config.weightsync.path == "broadcast" else ""
             raise ConfigError(
                 f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
-                f"{share:g} of the device's {limit_gb:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path "
-                f"to staged"
+                f"{share:g} of the device's {limit_gb:g} GB; lower vllm.gpu_memory_utilization{instead}"
             )
     return roles
 

@@ -7,6 +7,7 @@ device; reward processes take one only with a reward model. Services come first,
     devices    node after node in the order of `roles_on_device`; an instance or a copy stays on one node, and leaves
                devices to smaller ones where it does not fit; a trainer that needs several nodes begins on an empty one
     cpu        as many ranks on every node, in the same order
+    rollout+actor: the actor is placed as ever, and instance after instance gets the devices of its ranks, in order
     others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
 """
 
@@ -95,11 +96,18 @@ def place_gangs(
     roles = config.roles
     takers = roles_on_device(reward_model=config.reward.model is not None)
     on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, config)]
+    guests = [gang for gang in on_device if gang.role in config.guests]
+    on_device = [gang for gang in on_device if gang not in guests]
     without = [gang for role in roles if role not in takers for gang in _gangs_of(role, config)]
     services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     units = [_gang(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
     agents = [replace(_gang(f"{WEIGHTS}-{node}", WEIGHTS, node), nodes=(node,)) for node in range(num_nodes)]
-    placed = _spread(on_device, num_nodes) if devices.kind == "cpu" else _fill(on_device, devices, num_nodes, roles)
+    if devices.kind == "cpu":
+        placed = _spread(on_device, num_nodes)
+    else:
+        placed = _fill(on_device, devices, num_nodes, config.roles_text)
+    if guests:
+        placed = _place_guests(guests, placed)
     gangs = (*services, *_in_turn(units, num_nodes), *agents, *placed, *_in_turn(without, num_nodes))
     _check_external(config.launcher.external_gangs, gangs)
     return gangs
@@ -166,7 +174,24 @@ class _Room:
         return [(self.node, device) for device in range(first, self.used)]
 
 
-def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Mapping[str, int]) -> list[GangSpec]:
+def _place_guests(guests: Sequence[GangSpec], placed: Sequence[GangSpec]) -> list[GangSpec]:
+    """Add the instances that take turns with the actor on its devices."""
+    hosts = next(gang for gang in placed if gang.role == "actor")
+    places, found = hosts.places, []
+    for gang in guests:
+        begin = gang.index * len(gang.devices)
+        own = places[begin : begin + len(gang.devices)]
+        if len({node for node, _ in own}) > 1:
+            raise ConfigError(
+                f"roles: {gang.name} shares {len(own)} devices with actor ranks on several nodes, but stays on one; "
+                f"set {_INSTANCE_KEY} to a divisor of the actor's ranks on each node"
+            )
+        nodes = tuple(node for node, _ in own[: gang.num_ranks])
+        found.append(replace(gang, devices=tuple(device for _, device in own), nodes=nodes))
+    return [*placed, *found]
+
+
+def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: str) -> list[GangSpec]:
     rooms = [_Room(node, 0, devices.count) for node in range(num_nodes)]
     wanted = sum(len(gang.devices) for gang in gangs)
     if wanted > devices.count * num_nodes:
@@ -192,8 +217,7 @@ def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> G
     return replace(gang, devices=names, nodes=tuple(node for node, _ in places[: gang.num_ranks]))
 
 
-def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes: int) -> ConfigError:
-    asked = ",".join(f"{role}:{count}" for role, count in roles.items())
+def _too_few(asked: str, wanted: int, devices: Devices, num_nodes: int) -> ConfigError:
     there = devices.count * num_nodes
     nodes = f" ({num_nodes} nodes x {devices.count})" if num_nodes > 1 else ""
     more = ", add nodes (--nnodes)" if num_nodes > 1 else ""

@@ -78,7 +78,7 @@ class Cluster:
                 f"to {there} or less, or ask for more"
             )
         # If nobody says how many there are, as many as all ranks need.
-        return Devices(kind, wanted or there or sum(config.roles.values()))
+        return Devices(kind, wanted or there or config.num_devices)
 
 
 @dataclass(frozen=True)

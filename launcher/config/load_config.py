@@ -31,7 +31,7 @@ from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
-from workers.settings.run import EvaluateConfig, RunConfig
+from workers.settings.run import COLOCATED, COLOCATED_WITH_EVALUATION, EvaluateConfig, RunConfig
 
 # Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
@@ -427,8 +427,12 @@ def load_config(
         values["steps"] = steps
         options["steps"] = "--steps"
     if roles is not None:
-        values["roles"] = dict(parse_roles(roles, _users_roles(values)))
+        values["roles"] = parse_roles(roles, _users_roles(values))
+        values["colocated"] = ()
         options["roles"] = "--roles"
+    if isinstance(values.get("roles"), dict):
+        values["roles"], joint = split_roles(values["roles"])
+        values |= {"colocated": joint} if joint else {}
     _default_staleness(values, options)
     origins = Origins(file, options)
     config = _validate(values, origins, beside=Path.cwd() if "code_directory" in options else source.parent)
@@ -468,7 +472,8 @@ def load_config(
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
-    """Parse the value of `--roles`; `users` are the roles of user-defined tasks. Raises as `check_roles` does."""
+    """Parse the value of `--roles`, with `rollout+actor` as one name; `users` are the roles of user-defined tasks.
+    Raises as `check_roles` does."""
     roles: dict[str, int] = {}
     for part in text.split(","):
         if not part.strip():
@@ -476,13 +481,41 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
         name, colon, count = (piece.strip() for piece in part.partition(":"))
         if not colon or not name:
             raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {_EXAMPLE}")
-        role = _canonical_role(name, users)
+        parts = [_canonical_role(each.strip(), users) for each in name.split("+")]
+        role = "+".join(sorted(parts, key=[*ROLES, *users].index))
         if role in roles:
             raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")
         if not _WHOLE_NUMBER.fullmatch(count):
             raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2")
         roles[role] = int(count)
-    return check_roles(roles, users, generates="rollout" in roles)
+    check_roles(split_roles(roles)[0], users, generates="rollout" in split_roles(roles)[0])
+    order = [*ROLES, *users]
+    return dict(sorted(roles.items(), key=lambda each: order.index(each[0].partition("+")[0])))
+
+
+def split_roles(roles: Mapping[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    """Return ranks per role, `rollout+actor: 8` written out, and the roles that share devices. Raises ConfigError if
+    these are others than can, or a role is given twice."""
+    split: dict[Any, Any] = {}
+    joint: tuple[str, ...] = ()
+    for name, count in roles.items():
+        parts = [part.strip() for part in str(name).split("+")]
+        if len(parts) == 1:
+            parts = [name]
+        else:
+            able = (one for one in (COLOCATED, COLOCATED_WITH_EVALUATION) if sorted(one) == sorted(parts))
+            joint = next(able, ())
+            if not joint:
+                raise ConfigError(
+                    f"roles: {name!r} cannot share devices, only {'+'.join(COLOCATED)} can, and "
+                    f"{'+'.join(COLOCATED_WITH_EVALUATION)}; give each of them devices of its own "
+                    f"({', '.join(f'{part}:{count}' for part in parts)})"
+                )
+        for part in parts:
+            if part in split:
+                raise ConfigError(f"roles: {part!r} is given twice; give it once, with all its ranks")
+            split[part] = count
+    return split, joint
 
 
 def check_roles(roles: Mapping[str, int], users: Collection[str] = (), *, generates: bool = True) -> dict[str, int]:

@@ -12,6 +12,7 @@ from workers.settings.algorithms import ZERO_VARIANCE
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 from workers.settings.vllm import LORA_RANKS
 
 Rules = Mapping[str, Callable[[RunConfig], object]]
@@ -119,6 +120,11 @@ def _num_processes(run: RunConfig) -> int:
     return ranks + run.tq.num_storage_units + run.tq.num_controllers
 
 
+def _cannot_sleep(run: RunConfig) -> str:
+    """Return a built-in engine that cannot sleep; users' own are asked when they are loaded."""
+    return "rollout.engine: openai" if run.is_colocated and run.rollout.engine == "openai" else ""
+
+
 _REF_INTERVAL = "algorithm.ref_update_interval"
 
 OF_EVALUATIONS: Rules = {
@@ -151,15 +157,34 @@ AT_START: Rules = {
     "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the KL penalty "
     "is part of the reward; leave it out": lambda run: "actor_fwd" in run.roles and not run.needs_old_log_probs,
     "roles: 'reward' is missing, which computes with reward.model; add it (--roles {found},reward:1), or remove "
-    "reward.model": lambda run: (
-        run.reward.model is not None
-        and "reward" not in run.roles
-        and ",".join(f"{role}:{count}" for role, count in run.roles.items())
-    ),
+    "reward.model": lambda run: run.reward.model is not None and "reward" not in run.roles and run.roles_text,
     **OF_EVALUATIONS,
     "roles: evaluate:{roles[evaluate]} is more ranks than there are versions to evaluate up to step {steps}; launch "
     "{found} or fewer, or lower evaluate.interval ({evaluate.interval})": lambda run: (
         "evaluate" in run.roles and run.roles["evaluate"] > (most := _most_evaluators(run)) and most
+    ),
+    # Roles that take turns on the same devices.
+    "schedule.mode: {schedule.mode} needs roles that take turns on the same devices; launch them (--roles "
+    "rollout+actor:N), or set schedule.mode to async": lambda run: (
+        run.schedule.mode.interrupts_for_turns and not run.is_colocated
+    ),
+    "schedule.mode: {schedule.mode} cannot be used with roles rollout+actor, which never generate and train at the "
+    "same time; set schedule.mode to colocate_async, which takes new weights in the middle of responses, "
+    "too": lambda run: run.is_colocated and run.schedule.mode is ScheduleMode.SUBSTEP,
+    "rollout.on_swap: finish cannot be used with schedule.mode {schedule.mode}, which interrupts responses and goes on "
+    "with newer weights; set rollout.on_swap to recompute, or schedule.mode to async": lambda run: (
+        run.schedule.mode.interrupts_for_turns and run.rollout.on_swap == "finish"
+    ),
+    "weightsync.path: {weightsync.path} cannot be used with roles rollout+actor, of which one has no device memory "
+    "while the other works; leave it out": lambda run: run.is_colocated and run.weightsync.path == "broadcast",
+    "weightsync.max_updating: cannot be used with roles rollout+actor, whose instances wake together; set it to "
+    "null": lambda run: run.is_colocated and run.weightsync.max_updating is not None,
+    "{found}: cannot free its device memory and take it back, which roles rollout+actor need; use one of those that "
+    "can, or give rollout and actor devices of their own": _cannot_sleep,
+    "launcher.external_gangs: {found!r} is of a role that takes turns on its devices with another one, as only the "
+    "launcher can tell it; remove it there": lambda run: next(
+        (gang for gang in run.launcher.external_gangs if run.is_colocated and gang.partition("-")[0] in run.colocated),
+        "",
     ),
     "roles: {found} processes (with tq.num_storage_units {tq.num_storage_units} and tq.num_controllers "
     "{tq.num_controllers}) are more than a queue service takes (tq.max_clients {tq.max_clients}); launch fewer, or "

@@ -162,6 +162,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         weight slots   num_slots x P x w              shared memory of the weight agent; P of an adapter, if that is
                                                       what a version is (`weightsync.lora`)
         actor, ...     all ranks of each role         on the CPU, see `state_of_roles`
+        actor asleep   all ranks of the actor         page-locked, where it takes turns with the rollout on a device
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm slots     P x c per evaluating instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w per instance of vLLM on devices; only with `weightsync.path: broadcast`
@@ -177,6 +178,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
     version = checked.version_bytes if config.sends_adapter else parameters * wire
     on_cpu = checked.devices.kind == "cpu"
+    sleeps = config.is_colocated and not on_cpu
     services = sum(1 for gang in gangs if gang.role in SERVICES)
     ranks = sum(gang.num_ranks for gang in gangs) - services
     on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
@@ -186,6 +188,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     return {
         "weight slots": config.weightsync.num_slots * version,
         **(state_of_roles(config, parameters, trained) if on_cpu else {}),
+        "actor asleep": state_of_roles(config, parameters, trained).get("actor", 0) if sleeps else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire,
         "broadcasts": len(instances) * version if config.weightsync.path == "broadcast" and not on_cpu else 0,

@@ -16,6 +16,9 @@
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
     new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
                        then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
+    colocated roles    a switch moves a rank's training state (parameters, optimizer, copies that it scores with)
+                       between device and host; the way back also loads the new weights, as a swap does; a generator
+                       that sleeps drops its own, and keys and values, and computes those of what runs again
 
 Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
 as fast as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists all
@@ -37,7 +40,7 @@ from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
-from workers.engines.device_memory import DTYPE_BYTES, ModelSizes, vllm_memory
+from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles, vllm_memory
 from workers.settings.algorithms import OutsideConfig
 from workers.settings.dataflow import roles_on_device
 from workers.settings.engines import ActorConfig
@@ -190,6 +193,9 @@ class CostModel:
     """Measured durations; what the profile lacks is estimated."""
     reward_model: ModelSizes | None = None
     """Sizes of the model in the role `reward`, if there is one; its durations are always estimated."""
+    hands_over: bool = False
+    """Colocated roles: new weights change hands on the devices, as in a framework with one process for both; False:
+    through the host, as in a run of ours."""
 
     @property
     def at_full_speed(self) -> float:
@@ -216,6 +222,7 @@ class CostModel:
         if self.profile is not None:
             prefill = replace(self.profile.prefill, token_s=self.profile.prefill.token_s / tensor)
         prefill = replace(prefill, token_s=prefill.token_s + number * self._exchanged_s(tensor, 1, 1))
+        to_actor_s, to_rollout_s = self._switches_s if config.is_colocated else (0.0, 0.0)
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill=prefill,
@@ -234,11 +241,38 @@ class CostModel:
             pause_s=0.0 if self.device.shared_by else self._load_s,
             recomputes=config.rollout.on_swap == "recompute",
             at_full_speed=self.at_full_speed,
+            to_actor_s=to_actor_s,
+            to_rollout_s=to_rollout_s,
         )
+
+    @property
+    def _switches_s(self) -> tuple[float, float]:
+        """Return how long the turn takes from rollout to actor, and back (s)."""
+        parts = memory_of_roles(self.config, self.model).get("actor", {})
+        # Between two steps gradients are empty, and bfloat16 copies are made anew.
+        state = sum(parts.get(name, 0) for name in STATE if name not in ("gradients", "bfloat16 copy"))
+        loaded_s = self._handed_over_s if self.hands_over else self._load_s
+        return self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + loaded_s
+
+    @property
+    def _handed_over_s(self) -> float:
+        """The time in which the trainer's ranks gather weights, and write them where the generator reads them (s)."""
+        config, ranks = self.config, self.config.actor.fsdp_size or self.config.roles["actor"]
+        if config.actor.engine == "megatron":
+            layout = config.actor.megatron.layout(config.roles["actor"])
+            ranks = layout.tensor * layout.stages
+        written_s = self._written_s(self._weight_bytes / config.ranks_per_copy("rollout"))
+        return self._exchange_s("all_gather", self._weight_bytes, ranks) + written_s
+
+    def _written_s(self, size: float) -> float:
+        """Return the time to copy `size` bytes inside a device: read once, written once (s)."""
+        return 2 * size / (self.device.memory_gb_s * 1e9 * self.device.achievable.memory)
 
     def _latency(self) -> Latency:
         """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
         house, copied_s = Latency(), self._copy_s(COPY_OUT, self._weight_bytes / self.config.roles["actor"])
+        if self.config.is_colocated and self.hands_over:
+            return house
         # Trainer and receivers wait for a broadcast; agents fetch beside all that computes.
         broadcasts = self.config.weightsync.path == "broadcast"
         return replace(
@@ -260,7 +294,8 @@ class CostModel:
         # Each node fetches it once, over TCP. Nodes without a trainer share what the trainers' nodes can send: all of
         # them ask for the same buckets at the same time, so they have little to give to each other.
         taking = roles_on_device(reward_model=self.config.reward.model is not None)
-        devices = sum(number for role, number in self.config.roles.items() if role in taking)
+        shared = self.config.colocated[1:]
+        devices = sum(n for role, n in self.config.roles.items() if role in taking and role not in shared)
         if self._is_inside(devices):
             return 0.0
         a_node = self.device.devices_per_node
@@ -272,8 +307,8 @@ class CostModel:
     def _load_s(self) -> float:
         """The time in which an instance takes a version from where it has arrived (s)."""
         size = self._weight_bytes / self.config.ranks_per_copy("rollout")
-        if self.config.weightsync.path == "broadcast":  # it is on the device: read once, written once
-            return 2 * size / (self.device.memory_gb_s * 1e9 * self.device.achievable.memory)
+        if self.config.weightsync.path == "broadcast":  # it is on the device
+            return self._written_s(size)
         return self._copy_s(COPY_IN, size)
 
     def decode_s(self, responses: int, tensor: int) -> float:

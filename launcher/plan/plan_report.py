@@ -210,8 +210,8 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
     for plan in plans:
         left = "-" if plan.headroom_gb is None else f"{plan.headroom_gb:.1f} GB"
         roles = " ".join(
-            f"{role}:{number}" + (f" ({100 * plan.idle[role]:.0f} %)" if role in plan.idle else "")
-            for role, number in plan.config.roles.items()
+            text + (f" ({100 * plan.idle[role]:.0f} %)" if (role := text.partition(":")[0]) in plan.idle else "")
+            for text in plan.roles_text.split(",")
         )
         lines.append(
             f"{plan.step_s:>8.3g} s {plan.tokens_per_s:>10.3g} {plan.tokens_per_s_per_device:>9.3g} {left:>12}   "
@@ -223,6 +223,11 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
         f"why: {busiest} is the bottleneck (idle {100 * best.idle[busiest]:.0f} %); with this layout no step on these "
         f"devices is shorter than {best.bound_s:.3g} s"
     )
+    if best.config.is_colocated:
+        times = planner.times(best.config)
+        lines.append(
+            f"  a switch takes {times.to_actor_s:.3g} s to the actor, {times.to_rollout_s:.3g} s back to the rollout"
+        )
     for role, step_s in more.items():
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
     if others:

@@ -60,6 +60,8 @@ class Latency:
         publish_s: for which publishing holds up the trainer, including records and peers at the end of a step.
         request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, in all processes of the
             queue and in the client. It only counts where they share the machine with the workers.
+        turn_s: colocated roles: for which a turn has no holder, beside sleeping and waking: messages, and how long a
+            side looks whether more rows come.
     """
 
     # docs/performance.md measures six hops after a pause at 2.4 ms on two cores, and Python between micro-batches at
@@ -73,6 +75,7 @@ class Latency:
     publish_s: float = 0.015
     round_s: float = 0.0075
     request_s: float = 0.001
+    turn_s: float = 0.025
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class Times:
         recomputes: whether a swap costs the keys and values of everything that runs: they are computed again.
         at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each
             has a device of its own.
+        to_actor_s, to_rollout_s: colocated roles: how long the devices' turn takes to pass to the other side (s), from
+            the last thing that one side does until the other can compute.
     """
 
     decode_s: Callable[[int], float]
@@ -163,6 +168,8 @@ class Times:
     pause_s: float = 0.0
     recomputes: bool = False
     at_full_speed: float = 0.0
+    to_actor_s: float = 0.0
+    to_rollout_s: float = 0.0
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
@@ -181,6 +188,8 @@ class Times:
             train=dict.fromkeys(training_of(config), Work(token_s=sim.train_s_per_token)),
             update_s=dict.fromkeys(training_of(config), sim.optimizer_s),
             slots=config.rollout.batch_size,
+            to_actor_s=sim.switch_s,
+            to_rollout_s=sim.switch_s,
         )
 
 
@@ -197,6 +206,7 @@ class Scenario:
         rows_per_put: responses of a lease that an instance puts together.
         tokens: row -> length of its response.
         most_live: limit on an instance's concurrent rollouts of functions and agents; 0: one response per prompt.
+        colocated: roles that take turns on the same devices: rollout and actor, or none.
     """
 
     schedule: ScheduleConfig
@@ -214,6 +224,7 @@ class Scenario:
     times: Times
     turns: Turns = Turns()
     most_live: int = 0
+    colocated: Sequence[str] = ()
 
     @staticmethod
     def from_config(
@@ -254,6 +265,7 @@ class Scenario:
             times=times,
             turns=turns or Turns(),
             most_live=schedule.step_rows * schedule.staleness.steps_in_flight if config.rollout.is_own else 0,
+            colocated=config.colocated[:2],  # evaluations are not simulated
         )
 
 

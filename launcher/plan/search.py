@@ -36,7 +36,7 @@ from launcher.plan.world import Simulated, simulate
 from workers.engines.device_memory import ModelSizes
 from workers.settings.dataflow import place_tasks, roles_on_device
 from workers.settings.engines import ActorConfig
-from workers.settings.run import RunConfig
+from workers.settings.run import COLOCATED, RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.tasks.graph import graph_of
 
@@ -69,7 +69,15 @@ class Bounds:
         longest_s = self.longest_tokens * times.decode_s(1)
         critic_s = work.pop("critic", 0.0)  # the critic trains beside the actor, and beside the next rollout
         # Synchronous phases follow each other. Otherwise roles overlap, and the busiest one sets the pace.
-        if config.schedule.mode is ScheduleMode.SYNC:
+        if config.is_colocated:
+            # Generating, training and two switches follow each other, at best for all steps that may be in flight.
+            switches_s = (times.to_actor_s + times.to_rollout_s) / config.schedule.staleness.steps_in_flight
+            generating_s, training_s = max(work.pop("rollout"), longest_s), work.pop("actor")
+            others = work.values()
+            least_s = generating_s + switches_s + training_s
+            in_turn = config.schedule.mode is ScheduleMode.SYNC
+            least_s = least_s + sum(others) if in_turn else max(least_s, *others, 0.0)
+        elif config.schedule.mode is ScheduleMode.SYNC:
             least_s = sum(work.values()) + max(0.0, longest_s - work["rollout"])
         else:
             least_s = max(*work.values(), longest_s + self._behind_s(config, times))
@@ -135,6 +143,7 @@ _SCHEDULES = (
     (ScheduleMode.ASYNC, 2),
     (ScheduleMode.ASYNC, 4),
     (ScheduleMode.SUBSTEP, 1),
+    (ScheduleMode.COLOCATE_ASYNC, 1),
 )
 _LEAST_OF_FIRST_READY = 2
 """Staleness that `fill: first_ready` needs."""
@@ -237,8 +246,30 @@ def schedules(config: RunConfig) -> Iterator[Changes]:
             yield changes
 
 
+_LARGEST = 2
+"""Sizes that are tried of colocated roles: the largest ones that fit."""
 SIZED = ("rollout", "actor", "ref", "critic")
 """Roles that a plan sizes; all others keep their configured size."""
+
+
+def colocated_splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Iterator[dict[str, int]]:
+    """Yield the ranks of each role where rollout and actor take turns on as many devices as divide the batch.
+
+    The arguments are those of `splits`.
+    """
+    instance, replica = config.ranks_per_copy("rollout"), config.ranks_per_copy("actor")
+    if config.schedule.mode is ScheduleMode.SUBSTEP or config.rollout.engine == "openai":
+        return
+    fixed = {role: number for role, number in config.roles.items() if role not in SIZED}
+    sizes = [number * replica for number in _divisors(config.schedule.rollout_batch_size)]
+    sizes = [number for number in sizes if number % instance == 0]
+    for total in totals:
+        for critic in {each for number in sizes for each in _critics(config, number)}:
+            for ref in (0,) if share is None else _copies(config, total - critic, share / 2):
+                fitting = [number for number in sizes if number <= total - critic - ref]
+                for number in fitting[-_LARGEST:]:
+                    own = {"rollout": number, "actor": number, "ref": ref, "critic": critic}
+                    yield {role: number for role, number in (own | fixed).items() if number or role in fixed}
 
 
 def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Iterator[dict[str, int]]:
@@ -294,7 +325,8 @@ def _divisors(groups: int) -> list[int]:
 def devices_of(config: RunConfig) -> int:
     """Return the number of devices that the roles of a configuration occupy."""
     taking = roles_on_device(reward_model=config.reward.model is not None)
-    return sum(number for role, number in config.roles.items() if role in taking)
+    shared = config.colocated[1:]  # these are on the devices of the first
+    return sum(number for role, number in config.roles.items() if role in taking and role not in shared)
 
 
 # Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.
@@ -350,14 +382,22 @@ class Candidate:
     headroom_gb: float | None = None
 
     @property
+    def kind(self) -> int:
+        """Ranks per rollout instance; 0: rollout and actor are colocated."""
+        return 0 if self.config.is_colocated else self.instance
+
+    @property
     def instance(self) -> int:
-        """Ranks per rollout instance."""
         return self.config.ranks_per_copy("rollout")
 
     def is_like(self, other: "Candidate") -> bool:
-        """Return whether the actor's size and the layouts, other than the reference's, are the same."""
+        """Return whether the form, the actor's size and the layouts, other than the reference's, are the same."""
         one, two = self.config, other.config
-        same_layout = self.instance == other.instance and one.actor.megatron == two.actor.megatron
+        same_layout = (one.colocated, self.instance, one.actor.megatron) == (
+            two.colocated,
+            other.instance,
+            two.actor.megatron,
+        )
         return same_layout and one.roles["actor"] == two.roles["actor"]
 
 
@@ -401,6 +441,7 @@ class Plan(Candidate):
         """Return the plan in the form of `--json` and plan.json."""
         return {
             "roles": self.config.roles,
+            "colocated": list(self.config.colocated),
             "set": list(self.changes),
             "devices": self.num_devices,
             "step_s": self.step_s,
@@ -414,7 +455,7 @@ class Plan(Candidate):
     @property
     def roles_text(self) -> str:
         """The roles in the form that `--roles` takes."""
-        return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
+        return self.config.roles_text
 
 
 @dataclass(frozen=True)
@@ -428,6 +469,7 @@ class Planner:
         costs: of the model on the device; None: `sim` engines, whose section says how long everything takes.
         turns: for rollouts of functions and agents.
         objective: minimize the step time, or maximize the tokens per second and device.
+        colocated: whether rollout and actor take turns on the same devices; None: whichever is better.
     """
 
     config: RunConfig
@@ -437,6 +479,7 @@ class Planner:
     costs: CostModel | None = None
     turns: Turns | None = None
     objective: Objective = "time"
+    colocated: bool | None = None
 
     @property
     def device(self) -> Device | None:
@@ -461,8 +504,8 @@ class Planner:
                     else:
                         insort_left(candidates, each, key=self._sort_key)
                 continue
-            # The first candidate of each further instance size does not count towards the limit.
-            left -= not found or candidate.instance in {plan.instance for plan in found}
+            # The first candidate of each further kind does not count towards the limit.
+            left -= not found or candidate.kind in {plan.kind for plan in found}
             found.append(self._simulate_config(candidate))
             if self.objective == "time":
                 best_s = min(plan.step_s for plan in found)
@@ -481,13 +524,15 @@ class Planner:
         roles, at_work = plan.config.roles, workers_of(plan.config)
         hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
         for role in [*plan.idle, *hosted]:
-            workers = at_work.get(role, 1)
-            size = plan.config.ranks_per_copy(role)
-            sizes = [roles.get(role, 0) + more * size for more in range(1, workers + 1)]
+            together = role.split("+")  # colocated roles grow together
+            workers = at_work.get(together[-1], 1)
+            size = math.lcm(*map(plan.config.ranks_per_copy, together))
+            sizes = [roles.get(together[-1], 0) + more * size for more in range(1, workers + 1)]
             # Not every size divides the batch.
-            larger = next(filter(None, (with_ranks(plan.config, {role: number}) for number in sizes)), None)
+            every = (with_ranks(plan.config, dict.fromkeys(together, number)) for number in sizes)
+            larger = next(filter(None, every), None)
             if larger is not None:
-                found[f"{role}:{larger.roles[role]}"] = self.step_s(larger)
+                found[f"{role}:{larger.roles[together[-1]]}"] = self.step_s(larger)
         return found
 
     def step_s(self, config: RunConfig | None = None) -> float:
@@ -531,13 +576,14 @@ class Planner:
         for layout in self.model_layouts():
             config = with_changes(self.config, layout)
             largest = max((with_changes(config, each) for each in self._micro_batches(config)), key=_micro_batch)
-            known: dict[tuple[int, bool, int], Times] = {}
-            for roles in self._role_splits(config):
-                same = (roles["actor"], "ref" in roles, roles.get("critic", 0))
-                sized = largest.model_copy(update={"roles": roles})
+            known: dict[tuple[object, ...], Times] = {}
+            for split in self._role_splits(config):
+                roles, colocated = split["roles"], split["colocated"]
+                same = (roles["actor"], "ref" in roles, roles.get("critic", 0), colocated)
+                sized = largest.model_copy(update=split)
                 times = known.get(same) or known.setdefault(same, self.times(sized))
                 bound_s = self._bounds.step_s(sized, times)
-                found.append(Candidate(config.model_copy(update={"roles": roles}), layout, bound_s, has_batches=False))
+                found.append(Candidate(config.model_copy(update=split), layout, bound_s, has_batches=False))
         return sorted(found, key=self._sort_key)
 
     def _sort_key(self, candidate: Candidate) -> float:
@@ -582,12 +628,19 @@ class Planner:
                     settings = {**candidate.settings, **sized, **cut}
                     yield Candidate(config, settings, bound_s, headroom_gb=headroom_gb)
 
-    def _role_splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
-        """Yield roles; to minimize the cost, also for fewer devices."""
-        fixed = devices_of(config) - sum(config.roles.get(role, 0) for role in SIZED)
+    def _role_splits(self, config: RunConfig) -> Iterator[dict[str, Any]]:
+        """Yield values of `roles` and `colocated`; to minimize the cost, also for fewer devices."""
+        fixed = devices_of(with_changes(config, {"roles": {r: n for r, n in config.roles.items() if r not in SIZED}}))
         room = self.num_devices - fixed
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
-        return splits(config, totals, self._scoring_share(config) if self._bounds.scores else None)
+        share = self._scoring_share(config) if self._bounds.scores else None
+        only_turns = config.schedule.mode.interrupts_for_turns
+        if not (self.colocated or only_turns):
+            yield from ({"roles": roles, "colocated": ()} for roles in splits(config, totals, share))
+        # Ranks that share a machine share its memory, too, so they gain nothing from turns.
+        gains = only_turns or self.device is None or not self.device.shared_by
+        if self.colocated or (self.colocated is None and gains):
+            yield from ({"roles": roles, "colocated": COLOCATED} for roles in colocated_splits(config, totals, share))
 
     def _scoring_share(self, config: RunConfig) -> float:
         """Return the reference's share of the devices that generate and score which takes them the least time."""
@@ -620,12 +673,13 @@ class Planner:
 
 
 def _next(candidates: Sequence[Candidate], simulated: Sequence[Candidate], *, only_new: bool) -> int | None:
-    """Return the index of the candidate to simulate next. `only_new`: only instance sizes not simulated yet."""
-    sizes, last = {each.instance for each in simulated}, simulated[-_OTHERS:]
-    # A bound says little about the longest responses, which larger instances shorten. So the first candidate of each
-    # instance size comes up, whatever its bound.
+    """Return the index of the candidate to simulate next. `only_new`: only kinds not simulated yet."""
+    kinds, last = {each.kind for each in simulated}, simulated[-_OTHERS:]
+    # A bound says little about the longest responses, which larger instances shorten; and that of roles that overlap is
+    # farther from what they reach than that of colocated ones. So the first candidate of each kind comes up, whatever
+    # its bound.
     for place, each in enumerate(candidates):
-        if each.instance not in sizes:
+        if each.kind not in kinds:
             return place
     if only_new:
         return None

@@ -4,8 +4,8 @@
 
 The run's own code makes the decisions: admission (`AdmissionState`), queue policies, the choice of rounds,
 micro-batches and mini-batches, when an instance swaps weights (`ScheduleMode.may_swap`) and whose turn it is
-(`SwapTurns`), and how responses slow each other down (`Decoding`). Only the processes that wait for each other are
-simulated here.
+(`SwapTurns`), which of colocated roles has the devices (`DeviceTurn`, `ScheduleMode.interrupts_for_turns`), and how
+responses slow each other down (`Decoding`). Only the processes that wait for each other are simulated here.
 """
 
 import heapq
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from launcher.plan.scenario import Scenario
+from launcher.process.device_turn import DeviceTurn, TurnAsked, TurnEvent, TurnGiven, TurnGranted, TurnWanted
 from launcher.timeline.run_timeline import RunTimeline, Span
 from tq import policies
 from tq.policies import Fifo, Item, Offer, Policy, TaskSpec, Want
@@ -230,6 +231,8 @@ class World:
         self.followers: list[Instance | ColumnWorker] = []
         self.gangs: list[SimulatedGang] = []
         """The actor, then a critic in a role of its own."""
+        self.device_turn: SimulatedTurn | None = None
+        """Of colocated roles."""
 
     def run_to_end(self) -> None:
         """Run until the last step is published.
@@ -273,6 +276,16 @@ class World:
         """Charge the queue's CPU time for `number` requests, which only matters where processes share a machine."""
         if self.scenario.times.at_full_speed:
             self.start_computing(self.scenario.times.latency.request_s * number, lambda: None)
+
+    def ask_for_turn(self, gang: "Instance | SimulatedGang") -> None:
+        """A sleeping gang of colocated roles could work if it had the devices."""
+        if self.device_turn is not None:
+            self.device_turn.ask(gang)
+
+    def at_border(self, gang: "Instance | SimulatedGang") -> None:
+        """A gang may have nothing to do; where roles are colocated and the other side waits, it goes to sleep."""
+        if self.device_turn is not None:
+            self.device_turn.give_if_wanted(gang)
 
     def adjust_computing(self, more: int) -> None:
         """Change the number of workers that compute by `more`, which may be negative."""
@@ -506,6 +519,24 @@ class SimulatedGang:
         self.num_updated = 0
         self._arriving = self._make_assigner(0)
         self._kept: list[tuple[Formed, int]] = []
+        self._held: list[int] = []
+        """Walkers that have a round, but not the devices."""
+        self.name, self.asleep = task.role, False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it computes, or will although nothing else happens."""
+        waiting = len(self._walkers) if self.num_updated == self._step else sum(self._idle) + len(self._held)
+        return waiting < len(self._walkers)
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+        held, self._held = self._held, []
+        for walker in held:
+            self._compute_round(walker)
 
     def form_rounds(self) -> None:
         """Form the rounds asked for, as far as rows have arrived."""
@@ -541,9 +572,14 @@ class SimulatedGang:
             self._world.schedule_at(ready, lambda: self._compute_round(walker))
         else:
             self._idle[walker] = True
+            self._world.at_border(self)
 
     def _compute_round(self, walker: int) -> None:
         world = self._world
+        if self.asleep:
+            self._held.append(walker)
+            world.ask_for_turn(self)
+            return
         formed = self._formed[self._taken[walker]]
         self._taken[walker] += 1
         # The round taken makes room for another one ahead.
@@ -632,6 +668,7 @@ class SimulatedGang:
         self._taken = [0] * len(self._taken)
         self.num_updated = self._step
         self._world.step_updated(self)
+        self._world.at_border(self)
 
     def _column_s(self, task: str, rows: list[int]) -> float:
         size = self._training.rows_per_call
@@ -723,6 +760,35 @@ class Instance:
         self._looks = 0
         self._busy_since: float | None = None
         self._computing = False
+        self._coming = 0
+        """Leases granted whose rows are on their way."""
+        self.asleep = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it draws, or would if it had the devices. Rollouts in their tools are none."""
+        draws = self._num_drawing or self._calls or self._waiting
+        loads = self._ready >= max(0, self._needed) > self._version
+        return bool(draws or self._coming or self._swapping or loads)
+
+    def sleep(self) -> None:
+        """Stop where it is: responses keep their tokens, not their keys and values."""
+        self.asleep = True
+        self._decoding.pause(self._world.worked)
+        if self._computing:
+            self._computing = False
+            self._world.adjust_computing(-1)
+        self.note_idle()
+
+    def wake(self) -> None:
+        """Go on with the newest weights, after computing keys and values of what runs again."""
+        self.asleep = False
+        self._version = self._ready
+        self._decoding.resume(self._world.worked)
+        if self._drawing:
+            self._busy_since = self._world.now
+            self._compute_again()
+        self.advance_rollouts()
 
     def weights_arrived(self, version: int) -> None:
         self._ready = max(self._ready, version)
@@ -731,7 +797,9 @@ class Instance:
     def advance_rollouts(self) -> None:
         """Advance: collect finished turns, swap weights if due, fill free slots."""
         world = self._world
-        if self._swapping:
+        if self.asleep and self.has_work and not self._coming:
+            world.ask_for_turn(self)
+        if self._swapping or self.asleep:
             return
         ended = self._decoding.take_ended(world.worked)
         for row in ended:
@@ -750,6 +818,7 @@ class Instance:
         end, number = self._decoding.next_end, self._looks
         if end is not None:
             world.at_work(end, lambda: self._look_again(number))
+        world.at_border(self)
 
     def _look_again(self, number: int) -> None:
         if number == self._looks:  # otherwise the next end has changed since
@@ -831,14 +900,13 @@ class Instance:
         self._swapping = False
         self._version = self._ready
         self._world.turns.end(self)
-        self._compute_again()
+        if self._world.scenario.times.recomputes and self._drawing:
+            self._compute_again()
         self.advance_rollouts()
 
     def _compute_again(self) -> None:
-        """Compute keys and values of everything that is drawn by the new weights, where a swap costs them."""
+        """Compute keys and values of everything that is drawn by the new weights."""
         times, now = self._world.scenario.times, self._world.worked
-        if not times.recomputes or not self._drawing:
-            return
         clock = self._decoding.clock_at(now)
         tokens = sum(before + (clock - begun) / self._alone_s for before, begun in self._drawing.values())
         self._decoding.stall_responses(times.prefill.call_duration_s(tokens, rows=len(self._drawing)), now)
@@ -907,8 +975,10 @@ class Instance:
     def _handle_grant(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]
         lease = _Lease(partition, len(rows), [])
+        self._coming += 1
 
         def came() -> None:
+            self._coming -= 1
             self._asked = False
             self._waiting.extend((lease, row) for row in rows)
             self.advance_rollouts()
@@ -921,6 +991,61 @@ class Instance:
         self._world.schedule_after(0.0, self.advance_rollouts)
 
 
+# Colocated roles: who has the devices.
+
+
+class SimulatedTurn:
+    """The turn of instances and actor on the same devices: the run's own `DeviceTurn`, with switches that take time.
+
+    All sleep at first. A gang asks when it could work. One that has the devices and hears that the other side wants
+    them gives them away at its border: once it has nothing to do, or, an instance in `colocate_async`, at once.
+    """
+
+    def __init__(self, world: World, instances: Sequence[Instance], actor: SimulatedGang) -> None:
+        self._world = world
+        self._actor = actor
+        self._gangs: dict[str, Instance | SimulatedGang] = {gang.name: gang for gang in (*instances, actor)}
+        self._stops = world.scenario.schedule.mode.interrupts_for_turns
+        sides = {gang.name: "actor" if gang is actor else "rollout" for gang in self._gangs.values()}
+        self._turn = DeviceTurn(sides, interrupts=self._stops)
+        self._asked: set[str] = set()
+        self._wanted: set[str] = set()
+        for gang in self._gangs.values():
+            gang.sleep()
+
+    def ask(self, gang: "Instance | SimulatedGang") -> None:
+        if gang.name not in self._asked:
+            self._asked.add(gang.name)
+            self._follow(TurnAsked(gang.name))
+
+    def give_if_wanted(self, gang: "Instance | SimulatedGang") -> None:
+        stops = self._stops and gang is not self._actor
+        if gang.name in self._wanted and not gang.asleep and (stops or not gang.has_work):
+            gang.sleep()
+            self._wanted.discard(gang.name)
+            self._follow(TurnGiven(gang.name))
+            # An instance that was interrupted wants them back.
+            if gang is not self._actor and gang.has_work:
+                self.ask(gang)
+
+    def _follow(self, event: TurnEvent) -> None:
+        world, times = self._world, self._world.scenario.times
+        for said in self._turn.handle(event):
+            gang = self._gangs[said.gang]
+            match said:
+                case TurnGranted():
+                    self._asked.discard(said.gang)
+                    switch_s = times.to_actor_s if gang is self._actor else times.to_rollout_s
+                    world.schedule_after(switch_s + times.latency.turn_s, partial(self._wake, gang))
+                case TurnWanted():
+                    self._wanted.add(said.gang)
+                    world.schedule_after(0.0, partial(self.give_if_wanted, gang))
+
+    def _wake(self, gang: "Instance | SimulatedGang") -> None:
+        gang.wake()
+        self.give_if_wanted(gang)
+
+
 @dataclass(frozen=True)
 class Simulated:
     """Results of a simulated run.
@@ -930,12 +1055,14 @@ class Simulated:
         tokens: response tokens that each step trained.
         timeline: spans of all processes, as a real run records them.
         workers: role -> number of workers.
+        colocated: roles that share devices.
     """
 
     step_ends: Sequence[float]
     tokens: Sequence[int]
     timeline: RunTimeline
     workers: Mapping[str, int]
+    colocated: Sequence[str] = ()
 
     def step_s(self, skip: int) -> float:
         """Return the mean step time after the first `skip` steps (s)."""
@@ -946,13 +1073,19 @@ class Simulated:
         return sum(self.tokens[skip:]) / (self.step_ends[-1] - self.step_ends[skip])
 
     def idle(self, skip: int) -> dict[str, float]:
-        """Return, per role, the share of the time after the first `skip` steps in which its workers do not compute."""
+        """Return, per role, the share of the time after the first `skip` steps in which its workers do not compute.
+
+        Colocated roles have one share, of their devices, under the name `rollout+actor`.
+        """
         start, end = self.step_ends[skip], self.step_ends[-1]
         busy: dict[str, list[float]] = defaultdict(list)
         for process, spans in self.timeline.spans.items():
             inside = (max(0.0, min(end, span.end) - max(start, span.start)) for span in spans)
             busy[process.partition("-")[0]].append(sum(inside) / (end - start))
-        return {role: 1 - sum(shares) / self.workers[role] for role, shares in busy.items()}
+        used = {role: sum(shares) / self.workers[role] for role, shares in busy.items()}
+        if self.colocated:
+            used = {"+".join(self.colocated): sum(used.pop(role, 0.0) for role in self.colocated)} | used
+        return {role: 1 - share for role, share in used.items()}
 
 
 def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
@@ -976,6 +1109,8 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     gangs = [SimulatedGang(world, by_role[role]) for role in scenario.training]
     world.followers += [*instances, *columns]
     world.gangs += gangs
+    if scenario.colocated:
+        world.device_turn = SimulatedTurn(world, instances, gangs[0])
     world.publish(0)
     for worker in columns:
         worker.start()
@@ -985,4 +1120,4 @@ def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     for instance in instances:
         instance.note_idle()
     timeline = RunTimeline(world.spans, dict(enumerate(world.step_ends)), {})
-    return Simulated(world.step_ends, world.trained, timeline, scenario.workers)
+    return Simulated(world.step_ends, world.trained, timeline, scenario.workers, scenario.colocated)

@@ -10,6 +10,7 @@
     first/tokens, first_prompts   what the launcher's tokenizer makes of these    launcher -> worker
                        prompts; there if gangs are started by hand
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
+    turn, turn/...     queues of colocated roles: `workers.rank.device_turn`      both ways
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
 
@@ -22,24 +23,33 @@ on the same client.
 
 import contextlib
 import json
+import logging
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.agreement import Identity
 from asyncflow.errors import SealBroken
 from asyncflow.job import LOOPBACK, GangSpec, error_in
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
+from launcher.process.device_turn import TurnAsked, TurnEvent, TurnGiven, TurnGranted, TurnInstruction
 from launcher.process.progress import STARTING, Status, Statuses
 from launcher.process.run_events import FAILED, GangExited, Phase
 from tq.unit.row_journal import JournalMemory
+from workers.rank.device_turn import INBOX, TurnMessage, Word, told_queue
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=60)
+_NO_DEADLINE = timedelta(days=20)
 _FAILURES = ("rollout", "reward")
 """Kinds of failures that a run survives; see `workers.rank.context`."""
 
@@ -50,11 +60,16 @@ class JobStoreClient:
     def __init__(self, host: str, port: int, secret: str, client: TCPStore | None = None) -> None:
         self.host = host
         self.port = port
-        self._store = SealedStore(self.open_client() if client is None else client, bytes.fromhex(secret))
+        self._secret = bytes.fromhex(secret)
+        self._store = SealedStore(self.open_client() if client is None else client, self._secret)
 
     def open_client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
         """Return another connection, for a thread of its own; it does not seal what it reads and writes."""
         return connect_store(self.host, self.port, timeout)
+
+    def open_sealed(self, timeout: timedelta = TIMEOUT) -> SealedStore:
+        """Return another client, for a thread of its own."""
+        return SealedStore(self.open_client(timeout), self._secret)
 
     def last_words(self, gang: str, rank: int) -> str | None:
         """Return what a rank said when it left; None: it has not. Any thread may call it, since it does not block."""
@@ -155,3 +170,61 @@ class JobStore(JobStoreClient):
             if word is None and status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists():
                 return GangExited(gang.name, FAILED, "its process is gone", rank, time.time())
         return GangExited(gang.name, 0, at=time.time()) if None not in words.values() else None
+
+
+class TurnMessages:
+    """The launcher's end of the devices' turn: a thread hears what gangs say, the main thread tells them.
+
+    Args:
+        gangs: those that take turns.
+        heard: called by the thread with every event.
+    """
+
+    def __init__(self, store: JobStoreClient, gangs: Iterable[GangSpec], heard: Callable[[TurnEvent], None]) -> None:
+        self._gangs = {gang.name: gang for gang in gangs}
+        self._heard = heard
+        self._store = store.open_sealed()
+        self._told: Counter[tuple[str, int]] = Counter()
+        self._said: dict[tuple[str, int], int] = {}
+        listen = store.open_sealed()
+        listen.set_timeout(_NO_DEADLINE)
+        self._thread = threading.Thread(target=self._listen, args=(listen,), name="turn", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; before the interpreter ends, which a thread inside of a store's call would abort."""
+        self._store.queue_push(INBOX, TurnMessage(Word.CLOSED, "", 0, 0).to_json())
+        self._thread.join(TIMEOUT.total_seconds())
+
+    def send(self, instruction: TurnInstruction) -> None:
+        """Tell every rank of a gang."""
+        gang, attempt = instruction.gang, instruction.attempt
+        number = self._told[gang, attempt]
+        self._told[gang, attempt] += 1
+        if isinstance(instruction, TurnGranted):
+            told = TurnMessage(Word.GRANTED, gang, attempt, number, instruction.version)
+        else:
+            told = TurnMessage(Word.WANTED_AT_ONCE if instruction.urgent else Word.WANTED, gang, attempt, number)
+        for rank in range(self._gangs[gang].num_ranks):
+            self._store.queue_push(told_queue(gang, attempt, rank), told.to_json())
+
+    def _listen(self, store: SealedStore) -> None:
+        while True:
+            try:
+                said = TurnMessage.from_json(store.queue_pop(INBOX))
+            except SealBroken as error:
+                logger.error("%s; it is ignored", error)
+                continue
+            except dist.DistError:  # the store is closed: the run is over
+                return
+            if said.word is Word.CLOSED:
+                return
+            source = said.gang, said.attempt
+            # A stranger may push again what was said before.
+            if said.number <= self._said.get(source, -1):
+                continue
+            self._said[source] = said.number
+            if said.word is Word.ASKED:
+                self._heard(TurnAsked(*source))
+            elif said.word is Word.GIVEN:
+                self._heard(TurnGiven(*source, said.version))

@@ -83,8 +83,9 @@ class Status:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others."""
-        return self.state.startswith("wait") or self.state in PASSIVE
+        """Whether it waits for others; a rank that starts may wait for devices that another role has."""
+        starts_later = self.state == STARTING and self.detail.startswith("wait")
+        return self.state.startswith("wait") or self.state in PASSIVE or starts_later
 
 
 Statuses = Mapping[tuple[str, int], Status]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from launcher.process.device_turn import TurnEvent
+
 # Exit codes of the command. USAGE: refused input; 75 is EX_TEMPFAIL of sysexits.h.
 DONE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
 
@@ -140,6 +142,7 @@ Event = (
     | Restored
     | RestoreFailed
     | TimerExpired
+    | TurnEvent
 )
 
 

@@ -164,7 +164,7 @@ class Advisor:
         self._run_dir = run_dir
         # Ranks that all compute on the CPU share its cores, so a split would change nothing.
         shared = config.rollout.engine != "sim" and {device for gang in gangs for device in gang.devices} <= {"cpu"}
-        self._sizes = {} if shared else _sizes(config)
+        self._sizes = {} if shared or config.is_colocated else _sizes(config)
         self._free = set(config.roles) - set(roles_on_device(reward_model=config.reward.model is not None))
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW)
         self._latest: Advice | None = None
@@ -228,10 +228,11 @@ def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
         plan = read_plan(run_dir)
         # A plan for other roles is not this run's.
-        step_s = plan.get("step_s")
-        return float(step_s) if plan.get("roles") == config.roles and isinstance(step_s, int | float) else None
+        step_s, same = plan.get("step_s"), plan.get("roles") == config.roles
+        same = same and plan.get("colocated", []) == list(config.colocated)
+        return float(step_s) if same and isinstance(step_s, int | float) else None
     try:
-        return open_planner(config, devices=sum(config.roles.values()), device=None).step_s()
+        return open_planner(config, devices=config.num_devices, device=None).step_s()
     except ConfigError:
         return None
 

@@ -25,6 +25,7 @@ from launcher.checks.environments import check_hosts
 from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace, save_time_left_s
+from launcher.process.device_turn import DeviceTurn, TurnAsked, TurnEvent, TurnGiven, TurnLost
 from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import LocalGangs
 from launcher.process.launcher_process import (
@@ -69,7 +70,7 @@ from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from launcher.nodes.run_nodes import RunNodes
-    from launcher.process.job_store import JobStore
+    from launcher.process.job_store import JobStore, TurnMessages
     from launcher.run.status_writer import StatusWriter
 
 POLL_S = 0.5
@@ -149,6 +150,7 @@ def run_job(
                 )
             )
             from launcher.nodes.run_nodes import RunNodes, open_store  # imports torch
+            from launcher.process.job_store import TurnMessages
             from launcher.run.status_writer import StatusWriter
 
             keep_torch_off_the_terminal()
@@ -196,10 +198,16 @@ def run_job(
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.print_event))
+                sides = {gang.name: gang.role for gang in gangs if gang.role in config.colocated}
+                turns = None
+                if sides:
+                    turns = TurnMessages(store, [gang for gang in gangs if gang.name in sides], events.put)
+                    stack.callback(turns.close)
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, saves=saves, progress=progress, status=status,
                     look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
-                    pythons=pythons,
+                    pythons=pythons, turn=DeviceTurn(sides, interrupts=config.schedule.mode.interrupts_for_turns),
+                    turns=turns,
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
@@ -255,6 +263,8 @@ class _Run:
         restarts: RestartLog,
         servers: ForkServers,
         pythons: Mapping[str, str],
+        turn: DeviceTurn,
+        turns: "TurnMessages | None",
     ) -> None:
         own = config.launcher
         self._job = job = nodes.job
@@ -278,6 +288,8 @@ class _Run:
         self._store = store
         self._events = events
         self._saves = saves
+        self._turn = turn
+        self._turns = turns
         self._progress = progress
         self._status = status
         self._look_at_loggers = look_at_loggers
@@ -365,12 +377,16 @@ class _Run:
 
     def _handle_event(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
+        if isinstance(event, TurnAsked | TurnGiven | TurnLost):
+            self._pass_turn(event)
+            return None
         if isinstance(event, StopRequested):
             self._report_progress()  # whether there is something to save may have changed since the last poll
         if isinstance(event, GangExited):
             self._read_statuses()  # whether it got to work may have changed since the last poll
             self._gone.add(event.gang)
             self._watch.forget_gang(event.gang)
+            self._pass_turn(TurnLost(event.gang))
             # The supervisor judges an exit by whether the last step is done, so tell it first.
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
@@ -379,6 +395,12 @@ class _Run:
         if finish is None and event == StopRequested(1) and is_first:
             self._progress.show_note("stopping: saving the last completed step (Ctrl-C again: at once)")
         return finish
+
+    def _pass_turn(self, event: TurnEvent) -> None:
+        for instruction in self._turn.handle(event):
+            logger.info("instruction: %s", instruction)
+            assert self._turns is not None, "gangs that take turns have messages"
+            self._turns.send(instruction)
 
     def _apply_instructions(self, instructions: list[Instruction]) -> Finish | None:
         for instruction in instructions:
@@ -413,6 +435,7 @@ class _Run:
         self._gone.discard(name)
         self._restarts.started_again(name)
         self._store.forget_reports(self._specs[name])
+        self._turn.start_attempt(name, attempt)
         self._host.start(self._specs[name], attempt)
 
     def _restore_checkpoint(self) -> Finish | None:
@@ -447,7 +470,9 @@ class _Run:
             self._next_sample = time.monotonic() + SAMPLE_S
             self._progress.show_sample(newest_sample(self._run_dir))
         self._progress.update(self._statuses)
-        self._status.tell(self._statuses, self._restarts, finished_steps, self._store.last_failures())
+        self._status.tell(
+            self._statuses, self._restarts, finished_steps, self._store.last_failures(), turn=self._turn.to_text()
+        )
 
     def _read_statuses(self) -> None:
         self._statuses = self._store.read_statuses(self._ranks)
@@ -491,10 +516,12 @@ class _Run:
 
     def _more_start_s(self) -> float:
         """Return how long the ranks that are still starting may take, counted from their last progress."""
+        known = [(place, status) for place, status in self._statuses.items() if place[0] not in self._gone]
+        starting = [(place, status) for place, status in known if not status.at_work and not status.waits]
+        # If all others wait for devices, those count that have them.
+        working = [(place, status) for place, status in known if status.at_work and place[0] in self._turn.holders]
         idle_s = [
-            status.idle_s + time.monotonic() - self._heard[place].at
-            for place, status in self._statuses.items()
-            if place[0] not in self._gone and not status.at_work
+            status.idle_s + time.monotonic() - self._heard[place].at for place, status in starting or working or known
         ]
         return self._start_timeout_s - min(idle_s, default=self._start_timeout_s)
 

@@ -49,6 +49,7 @@ class RunStatus:
         restarts: what failed and was started again; see `launcher.run.supervisor`.
         advice: `launcher.run.advice.Advice` as JSON represents it; None: there is none yet.
         failures: kind (reward, rollout) -> why one last failed.
+        turn: who has the devices that roles share, and who waits; "": they share none.
     """
 
     run_dir: Path
@@ -62,6 +63,7 @@ class RunStatus:
     restarts: RestartLog = field(default_factory=RestartLog)
     advice: Fields | None = None
     failures: Mapping[str, str] = field(default_factory=dict)
+    turn: str = ""
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus":
@@ -99,6 +101,7 @@ class RunStatus:
             RestartLog.from_summary(fields["restarts"]),
             fields["advice"],
             fields.get("failures", {}),
+            fields.get("turn", ""),
         )
 
     def as_json(self) -> str:
@@ -114,6 +117,7 @@ class RunStatus:
             "restarts": self.restarts.to_summary(),
             "advice": self.advice,
             "failures": dict(self.failures),
+            "turn": self.turn,
         }
         return json.dumps(fields, indent=2)
 
@@ -127,6 +131,7 @@ class RunStatus:
         parts = [
             f"{self.run_dir}{late}",
             table(roles),
+            *([f"devices: {self.turn}"] if self.turn else []),
             *self._restarts_text(now),
             *self._failures_text(),
             *self._held_out(),

@@ -81,16 +81,19 @@ class StatusWriter:
         restarts: RestartLog,
         finished_steps: Sequence[Metrics],
         failures: Mapping[str, str] = MappingProxyType({}),
+        *,
+        turn: str = "",
     ) -> None:
         """Take in what the launcher knows; call it from the launcher's main thread.
 
         Args:
             finished_steps: since the last call.
             failures: kind -> why one last failed.
+            turn: who has the devices that roles share; "": they share none.
         """
         for metrics in finished_steps:
             self._finished_steps.put(metrics)
-        self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures)
+        self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures, turn=turn)
 
     def _write_until_stopped(self) -> None:
         while not self._stop.is_set():

@@ -26,6 +26,7 @@ _COLOURS = {
     "write export": "#e6d8cf",
     "copy weights": "#d9b8d2", "seal weights": "#7f5a83", "receive weights": "#f7c1be", "check weights": "#ee9490",
     "pause for weights": "#f2a39f",
+    "sleep": "#c9a6e0", "wake up": "#9467bd",
 }  # fmt: skip
 _OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
 _SWAP = "load weights"

@@ -37,8 +37,10 @@ _WAITS = {
     "wait for peers": "waiting for peers",
     "wait for rows": "waiting for data",
     "wait for checkpoint": "waiting for disk",
+    "wait for devices": "waiting for devices",
+    "asleep": "waiting for devices",
 }
-CATEGORIES = ("busy", *_WAITS.values(), "other")
+CATEGORIES = ("busy", *dict.fromkeys(_WAITS.values()), "other")
 _HEADINGS = {
     category: ("waits", category.removeprefix("waiting for ")) if category in _WAITS.values() else ("", category)
     for category in CATEGORIES

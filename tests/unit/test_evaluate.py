@@ -83,7 +83,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             config=config, load_tokenizer=lambda: load_tokenizer(Path(config.model.path)),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
             elapsed_s=0.0, job=SimpleNamespace(lineage=0), last_step=60, timeline=NoTimeline(), stopping=stopping,
-            report_state=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,
+            report_state=lambda *_, **__: None, reward_failed=lambda why: None
         )  # fmt: skip
         receivers = []
 
@@ -93,7 +93,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             return receivers[0]
 
         monkeypatch.setattr("workers.rollout.evaluate.open_receiver", open_receiver)
-        made.append(Evaluator(context, list(own)))  # type: ignore[arg-type]
+        wake = threading.Event()
+        stopping.woken.append(wake)
+        made.append(Evaluator(context, list(own), wake))  # type: ignore[arg-type]
         return made[0], receivers[0], context
 
     yield make

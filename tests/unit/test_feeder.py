@@ -169,3 +169,33 @@ def test_when_weights_are_swapped(
 ) -> None:
     swaps = ScheduleMode(mode).may_swap(interruptible=interruptible, num_running=num_running, boundary=boundary)
     assert swaps == expected
+
+
+def test_it_is_parked_when_rows_that_were_asked_for_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, feeder, wake = start()
+    now = [100.0]
+    monkeypatch.setattr("workers.rollout.loop.time.monotonic", lambda: now[0])
+    assert not feeder.is_parked, "nothing was asked for"
+    feeder.want_rows(2, version=Version(0, 2))
+    client.asked.get(timeout=DEADLINE_S)
+    assert not feeder.is_parked
+    now[0] += 1
+    assert feeder.is_parked
+    feeder.want_rows(2, version=Version(0, 3))
+    assert not feeder.is_parked, "other weights: perhaps there are rows for these"
+    now[0] += 1
+    client.answers.put(granted(5, 6))
+    wait_for(wake)
+    assert not feeder.is_parked
+    feeder.take_leases()
+    feeder.want_rows(1, version=Version(0, 3))
+    client.asked.get(timeout=DEADLINE_S)
+    client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4))
+    wait_for(wake)
+    assert feeder.is_parked
+    feeder.want_rows(1, version=Version(0, 4))
+    client.asked.get(timeout=DEADLINE_S)
+    assert not feeder.is_parked
+    client.answers.put(no_rows(NoRowsReason.STOP))
+    wait_for(wake)
+    assert feeder.is_parked

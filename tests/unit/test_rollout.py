@@ -37,6 +37,8 @@ class Feed:
         self.leases: deque[RolloutLease] = deque()
         self.stopped = False
         self.wanted: list[tuple[int, Version]] = []
+        self.is_parked = True
+        self.needed: Version | None = None
 
     def take_leases(self) -> list[RolloutLease]:
         return [self.leases.popleft() for _ in range(len(self.leases))]
@@ -44,8 +46,8 @@ class Feed:
     def want_rows(self, num_rows: int, *, version: Version) -> None:
         self.wanted.append((num_rows, version))
 
-    def needed_version(self) -> None:
-        return None
+    def needed_version(self) -> Version | None:
+        return self.needed
 
 
 class Weights:
@@ -58,6 +60,8 @@ class Weights:
         self.refusals = 0
 
     def load(self, apply: Any, *, newer_than: Version | None, wait_s: float) -> Version | None:
+        if self.newest is None or (newer_than is not None and self.newest <= newer_than):
+            return None
         if self.refusals:
             self.refusals -= 1
             return None
@@ -98,7 +102,8 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made: Any = object.__new__(RolloutLoop)
     made._config = SimpleNamespace(
         schedule=SimpleNamespace(mode=mode, n_samples_per_prompt=4),
-        rollout=SimpleNamespace(is_own=False),
+        rollout=SimpleNamespace(is_own=False, engine="sim"),
+        roles_text="rollout+actor:1",
         weightsync=SimpleNamespace(timeout_s=timeout_s),
         seed=0,
         deterministic=False,
@@ -120,7 +125,48 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made._tickets, made._step, made._noted, made._lineage = itertools.count(), 0, None, 0
     made._draining = False
     made._busy = rollout.ExitStack()
+    made._turn, made._awake, made._noted_asleep = None, True, ""
     return made
+
+
+class Turn:
+    """The devices' turn, as the test says; stands in for `TurnHolder`."""
+
+    def __init__(self) -> None:
+        self.held = self.asked = self.wanted = self.wanted_at_once = False
+        self.version: Version | None = None
+
+    def ask(self) -> None:
+        self.asked = True
+
+    def give(self) -> None:
+        self.held = self.wanted = False
+
+    def grant(self, version: Version | None = None) -> None:
+        self.held, self.asked, self.wanted, self.version = True, False, False, version
+
+
+def make_sharing(mode: ScheduleMode = ScheduleMode.ASYNC) -> Any:
+    """A rollout that shares its devices and sleeps, as after its start; its responses never end by themselves."""
+    loop = make(mode)
+    loop._context.job, loop._context.start_step = SimpleNamespace(lineage=0), 0
+    slow = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=1e3)
+    lengths = SimLengths(slow, samples_per_step=8, seed=0)
+    loop._engine = SimGenerateEngine(slow, lengths, num_slots=4, max_response_tokens=9)
+    loop._engine.sleep()
+    loop._rollouts = SingleTurn(loop._engine)
+    loop._weights = HeldWeights(loop._context, loop._receiver, loop._engine.load_weights, loaded=loop._loaded)
+    loop._turn, loop._awake = Turn(), False
+    loop._wake.set()  # nothing waits
+    return loop
+
+
+def look(loop: Any) -> bool:
+    """Begin a turn of the loop; returns whether it may draw."""
+    loop._take_leases()
+    loop._wake.set()
+    stays: bool = loop._stays_awake(loop._turn)
+    return stays
 
 
 def turn(loop: Any) -> None:
@@ -298,3 +344,120 @@ def test_weights_that_are_no_numbers_end_the_run() -> None:
     with pytest.raises(TrainingDiverged, match="weights of step 0"):
         turn(loop)
     assert not loop._outbox
+
+
+def test_a_sleeping_rollout_asks_once_there_are_weights_and_wakes_with_the_newest() -> None:
+    loop = make_sharing()
+    loop._receiver.newest = None
+    assert not look(loop) and not loop._turn.asked, "nothing to draw with"
+    loop._receiver.newest = Version(0, 0)
+    assert not look(loop) and loop._turn.asked
+    loop._turn.grant(Version(0, 0))
+    assert not look(loop), "look again, since much may have happened meanwhile"
+    assert look(loop) and loop._weights.version == Version(0, 0)
+    assert loop._feeder.wanted[-1] == (4, Version(0, 0))
+
+
+def test_it_gives_the_devices_away_when_they_are_wanted_and_nothing_is_to_be_drawn() -> None:
+    loop = make_sharing()
+    loop._turn.grant()
+    look(loop)
+    assert look(loop), "nobody wants them"
+    loop._turn.wanted, loop._feeder.is_parked = True, False
+    assert look(loop), "prompts may be on their way"
+    loop._feeder.leases.append(lease(1, 0))
+    loop._feeder.is_parked = True
+    assert look(loop)
+    loop._fill()
+    assert look(loop), "a response runs"
+    loop._engine.abort()
+    loop._running.clear()
+    assert not look(loop) and not loop._turn.held
+    assert not look(loop) and not loop._turn.asked
+    assert loop._feeder.wanted[-1] == (4, Version(0, 0)), "asleep, it goes on leasing"
+    loop._feeder.leases.append(lease(2, 1))
+    assert not look(loop) and loop._turn.asked
+
+
+def test_it_asks_when_the_weights_that_its_next_prompts_need_are_there() -> None:
+    loop = make_sharing()
+    loop._turn.grant()
+    look(loop)
+    loop._turn.wanted = True
+    assert not look(loop)
+    loop._feeder.needed = Version(0, 2)
+    loop._receiver.newest = Version(0, 1)
+    assert not look(loop) and not loop._turn.asked
+    loop._receiver.newest = Version(0, 2)
+    assert not look(loop) and loop._turn.asked
+
+
+def test_colocate_async_interrupts_responses_which_go_on_with_newer_weights() -> None:
+    loop = make_sharing(ScheduleMode.COLOCATE_ASYNC)
+    loop._turn.grant()
+    look(loop)
+    loop._feeder.leases.append(lease(1, 0, 1))
+    assert look(loop)
+    loop._fill()
+    loop._turn.wanted = True
+    assert not look(loop) and not loop._turn.held
+    assert loop._engine.num_running == 2 and len(loop._running) == 2, "nothing is lost"
+    assert not look(loop) and loop._turn.asked, "they want to go on"
+    loop._receiver.newest = Version(0, 1)
+    loop._turn.grant(Version(0, 1))
+    look(loop)
+    assert look(loop) and loop._weights.version == Version(0, 1) and loop._engine.num_running == 2
+
+
+def test_a_rollout_that_wakes_loads_the_weights_that_it_had_if_there_are_no_newer_ones() -> None:
+    loop = make_sharing()
+    loaded: list[Version] = []
+    loop._weights._loaded = loaded.append
+    for _ in range(2):
+        loop._turn.grant(Version(0, 0))
+        look(loop)
+        assert look(loop)
+        loop._turn.wanted = True
+        assert not look(loop)
+    assert loaded == [Version(0, 0), Version(0, 0)]
+
+
+def test_it_does_not_wait_for_published_weights_while_the_actor_wants_the_devices_back() -> None:
+    loop = make_sharing()
+    loop._turn.grant(Version(0, 3))  # published, but not here yet
+    loop._turn.wanted = True
+    look(loop)
+    assert loop._weights.version == Version(0, 0)
+    loop._turn.grant(Version(0, 3))
+    loop._receiver.newest, loop._turn.wanted = None, True
+    loop._fall_asleep(loop._turn)
+    loop._turn.grant(Version(0, 3))
+    loop._turn.wanted = True
+    assert not look(loop) and not loop._turn.held, "without weights it sleeps on"
+
+
+def test_what_a_trainer_that_starts_again_made_void_is_interrupted_in_every_mode() -> None:
+    loop = make_sharing()
+    loop._turn.grant()
+    look(loop)
+    loop._feeder.leases.append(lease(1, 0))
+    assert look(loop)
+    loop._fill()
+    loop._turn.wanted = True
+    assert look(loop)
+    loop._turn.wanted_at_once = True
+    assert not look(loop) and not loop._turn.held
+
+
+def test_responses_of_an_abandoned_lineage_are_dropped_asleep() -> None:
+    loop = make_sharing(ScheduleMode.COLOCATE_ASYNC)
+    loop._turn.grant()
+    look(loop)
+    loop._feeder.leases.append(lease(1, 0))
+    look(loop)
+    loop._fill()
+    loop._turn.wanted = True
+    look(loop)
+    loop._receiver.newest = Version(1, 0)
+    assert not look(loop)
+    assert loop._engine.num_running == 0 and not loop._running

@@ -407,7 +407,7 @@ def test_no_schedule_waits_for_itself(
         interval = 0
     if mode in (ScheduleMode.SYNC, ScheduleMode.PERIODIC):
         staleness = 0
-    if not staleness:
+    if not staleness or mode is ScheduleMode.COLOCATE_ASYNC:
         fill = Fill.IN_ORDER
     if fill is Fill.FIRST_READY:
         interval = 0

@@ -19,6 +19,7 @@ made by the caller's thread.
 import random
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -327,6 +328,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         producers_timeout_s: fail when no producer of the missing rows has been connected for this long (s); longer than
             producers take to start. 0: wait forever.
         producers_setting: the user's name for that limit, for the error.
+        arrived: called by the reading thread when `has_round` may have become true.
 
     Raises:
         ConfigError: a round has no size, or it is not known which ranks of the replica fetch, or how rows reach them.
@@ -349,6 +351,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         timeout_s: float = 60.0,
         producers_timeout_s: float = 60.0,
         producers_setting: str = "producers_timeout_s",
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         if replica is not None and replica.fetch is None:
             if client is None:
@@ -393,7 +396,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._owes_put = False
         self._acks = AckThread(f"ack-{task}", self._ack_lease)
         self._closing = threading.Event()
-        self._asking = False
+        self._asking_since: float | None = None
+        self._arrived = arrived
         self._ahead: ReadAhead[Round | NoRows] | None = None
         self._rounds: Iterator[Round | NoRows] | None = None  # what the caller's thread takes
         self._failure: Exception | None = None  # of a replica's relay, which cannot go on after it
@@ -403,6 +407,17 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def partition(self) -> int:
         """The step that is being read, or was read last."""
         return self._partition
+
+    @property
+    def has_round(self) -> bool:
+        """Whether the next round, or the end, is here; always true on a rank of a replica that only follows rank 0."""
+        return self._ahead is None or self._ahead.is_ready
+
+    @property
+    def asking_s(self) -> float:
+        """How long the queue has not answered a request for the next round; 0: nothing was asked."""
+        since = self._asking_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def next_partition(self) -> int:
         """Move on to the next step; returns its number, or 0 after the last one or when the queue stopped.
@@ -535,7 +550,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             return
         ahead.close()
         # A parked fetch cannot be interrupted; its thread ends with it.
-        if not self._asking:
+        if self._asking_since is None:
             ahead.join(_JOIN_S)
 
     def __getstate__(self) -> NoReturn:
@@ -553,11 +568,15 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         first, name, replica = self._partition + 1, f"prefetch-{self._request.task}", self._replica
         if replica is None or not replica.in_program_order:
             source = self._open_source(first)
-            self._rounds = self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing)
+            self._rounds = self._ahead = ReadAhead(
+                source, depth=self._prefetch, name=name, closing=self._closing, arrived=self._arrived
+            )
             return
         if self._client is not None:
             answers = self._iterate_wanted_answers(first)
-            self._ahead = ReadAhead(answers, depth=self._prefetch, name=name, closing=self._closing)
+            self._ahead = ReadAhead(
+                answers, depth=self._prefetch, name=name, closing=self._closing, arrived=self._arrived
+            )
         self._rounds = _without_deadlines(replica.relay(self._ahead))
 
     def _iterate_rounds(self, kept: list[Round] | None = None) -> Iterator[Round]:
@@ -655,11 +674,11 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         timeout_s = self._monitor.ask(what, request.timeout_s)
         request = replace(request, partition=partition, round_index=round_index, timeout_s=timeout_s)
         self.requests += 1
-        self._asking = True
+        self._asking_since = time.monotonic()
         try:
             return client.fetch_round(request)
         finally:
-            self._asking = False
+            self._asking_since = None
 
     def _read_rows(self, client: QueueClient, granted: LeaseGrant) -> PackedBatch | None:
         """Read a lease's rows; None when their unit is gone: the same round is then requested again."""

@@ -21,6 +21,7 @@ class ReadAhead(Generic[T]):
         depth: finished items that may wait, at least 1.
         closing: set by `close`; the source checks it between its own waits.
         discard: gets every item that is produced but never taken.
+        arrived: called by the thread whenever `is_ready` may have become true.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class ReadAhead(Generic[T]):
         name: str,
         closing: threading.Event,
         discard: Callable[[T], None] = lambda item: None,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         assert depth >= 1, f"a read-ahead of {depth} items"
         self._source = source
         self._depth = depth
         self._closing = closing
         self._discard = discard
+        self._arrived = arrived
         self._changed = threading.Condition()
         self._items: deque[T] = deque()
         self._failure: Exception | None = None
@@ -49,6 +52,12 @@ class ReadAhead(Generic[T]):
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the taker's next call returns, or raises, at once."""
+        with self._changed:
+            return bool(self._items) or self._ended or self._closing.is_set()
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -97,6 +106,7 @@ class ReadAhead(Generic[T]):
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+            self._arrived()
 
     def _offer_item(self, item: T) -> bool:
         with self._changed:
@@ -105,4 +115,5 @@ class ReadAhead(Generic[T]):
                 return False
             self._items.append(item)
             self._changed.notify_all()
-            return True
+        self._arrived()
+        return True

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -170,6 +171,85 @@ class ResamplingEngine(GenerateEngine, Protocol):
         """
 
 
+# Engines of sides that share devices and take turns (`roles: rollout+actor`): who sleeps holds no device memory.
+#
+#     generator   sleep() ................ wake(WEIGHTS) -> load_weights() -> wake(KV_CACHE) -> step()
+#     trainer             wake() ... step, publish ....................... sleep()
+
+
+class WakePart(StrEnum):
+    """A part of a generator's device memory, which can be allocated again alone."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+@runtime_checkable
+class SleepingGenerator(GenerateEngine, Protocol):
+    """A generating engine that can free its device memory between two steps.
+
+    While any part is asleep, `submit`, `cancel` and `abort` work as ever; `step` may not be called.
+    """
+
+    def sleep(self) -> None:
+        """Free device memory: weights and KV cache. It may be half awake, or asleep already.
+
+        Running responses stay. They keep their tokens and versions, and go on after `wake`; their keys and values are
+        computed again, with the weights of then, whatever `rollout.on_swap` says.
+        """
+
+    def wake(self, *parts: WakePart) -> None:
+        """Allocate memory again. The weights are lost: `load_weights` must be called between WEIGHTS and KV_CACHE."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A model that a trainer hosts, such as its reference, and that sleeps when the trainer does."""
+
+    def sleep(self) -> None:
+        """Move all state to page-locked host memory and free the device's; does nothing if it sleeps. Collective over
+        the ranks that hold the model. Until `wake`, no other method may be called."""
+
+    def wake(self) -> None:
+        """Bring the state back, bit for bit; does nothing if it is awake. Collective."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state on this rank's device now."""
+
+
+class SleepOrder:
+    """Which parts of a generator sleep. Asserts that they wake in order; a helper for implementations of
+    `SleepingGenerator`."""
+
+    def __init__(self) -> None:
+        self._asleep: set[WakePart] = set()
+        self._loaded = True
+
+    @property
+    def is_awake(self) -> bool:
+        return not self._asleep
+
+    def note_sleep(self) -> bool:
+        """Return whether anything was awake."""
+        awake = len(self._asleep) < len(WakePart)
+        self._asleep.update(WakePart)
+        self._loaded = False
+        return awake
+
+    def note_wake(self, part: WakePart) -> bool:
+        """Return whether the part slept."""
+        if part is WakePart.KV_CACHE:
+            assert self._loaded, "the KV cache wakes after load_weights(): the weights were lost"
+        slept = part in self._asleep
+        self._asleep.discard(part)
+        return slept
+
+    def note_loaded(self) -> None:
+        assert WakePart.WEIGHTS not in self._asleep, "load_weights() comes after wake(WakePart.WEIGHTS)"
+        self._loaded = True
+
+
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
 ) -> None:
@@ -294,6 +374,12 @@ class TrainedEngine(Protocol):
         """Restore what `state_dict` returned."""
 
 
+@runtime_checkable
+class SleepingTrainer(TrainedEngine, Sleeper, Protocol):
+    """A training engine that can free its device memory between two calls, also in the middle of a step; with its
+    copies of the policy, if it has any."""
+
+
 # (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -408,6 +494,12 @@ class EngineSetup:
     def adapter(self) -> LoraConfig | None:
         """What versions of the weights are: adapters of this kind, on the model's own files; None: whole weights."""
         return self.run.lora if self.run.sends_adapter and self.follows_policy else None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the engine has its device only at times."""
+        is_evaluation = self.sampling is not self.run.rollout
+        return self.run.is_colocated and (not is_evaluation or "evaluate" in self.run.colocated)
 
     @property
     def actor(self) -> ActorConfig:

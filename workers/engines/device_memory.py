@@ -145,6 +145,11 @@ def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = 
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.ranks_per_copy(role), tokens)
     every = {"runtime": RUNTIME}
+    for role in config.colocated:
+        # Roles that take turns go through host memory with their weights, so never have them on a device at one time.
+        # Of the others there are contexts and communicators.
+        if role in roles:
+            roles[role]["asleep"] = (len(config.colocated) - 1) * RUNTIME
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
@@ -160,8 +165,8 @@ def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = 
 
 
 def state_of_roles(config: RunConfig, num_parameters: int, trained: int) -> dict[str, int]:
-    """Return how much state all ranks of each role have together; only where they compute on the CPU. `trained`:
-    parameters that the actor trains."""
+    """Return how much state all ranks of each role have together: in host memory where they compute on the CPU, or
+    while they sleep. `trained`: parameters that the actor trains."""
     model = ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
     return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model, trained).items()}
 

@@ -15,7 +15,7 @@ from asyncflow.process import keep_freed_memory
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_settings
 from workers.calls.user_function import load_class, load_function
-from workers.engines.base import EngineSetup, FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
+from workers.engines.base import EngineSetup, FrozenEngine, GenerateEngine, Sleeper, TrainEngine, ValueEngine
 from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.rollout import ENGINES, SamplingConfig
@@ -114,11 +114,20 @@ def row_groups(engine: str, within_stage: bool) -> tuple[dist.ProcessGroup, ...]
     return of_megatron(within_stage)
 
 
-def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:
+def outside_engine(
+    registry: Registry, section: str, name: str, options: Mapping[str, Any], *, sleeps: bool
+) -> tuple[Any, Settings]:
     """Import `name` (`module:Class`) from outside the package; return the class, and `options` as its own `Config`.
-    Raises ConfigError if there is no such class, it lacks a method, or it refuses an option."""
-    protocol = _PROTOCOLS[registry.group]
-    methods = [each for each in dir(protocol) if not each.startswith("_") and callable(getattr(protocol, each))]
+
+    Args:
+        sleeps: it takes turns with another role on its devices.
+
+    Raises:
+        ConfigError: there is no such class, it lacks a method, or it refuses an option.
+    """
+    protocols = (_PROTOCOLS[registry.group], *((Sleeper,) if sleeps else ()))
+    members = {each: getattr(protocol, each) for protocol in protocols for each in dir(protocol)}
+    methods = [each for each, member in members.items() if not each.startswith("_") and callable(member)]
     kind = load_class(name, field=f"{section}.engine", methods=methods)
     return kind, own_settings(kind, options, name=name, section=f"{section}.engine_options", base=Settings)
 
@@ -126,7 +135,9 @@ def outside_engine(registry: Registry, section: str, name: str, options: Mapping
 def _made(registry: Registry, section: str, name: str, setup: EngineSetup) -> Any:
     if name in registry.built_in:
         return load_function(registry.locate_class(name), field=f"{section}.engine", arguments=None)(setup)
-    kind, options = outside_engine(registry, section, name, setup.options)
+    kind, options = outside_engine(
+        registry, section, name, setup.options, sleeps=setup.takes_turns and section != "ref"
+    )
     return kind(replace(setup, options=options))
 
 

@@ -61,7 +61,8 @@ def open_receiver(
     """Return a receiver of what the trainer publishes.
 
     Args:
-        adopts: the engine can compute with given tensors in place; used only if element types match.
+        adopts: the engine can compute with given tensors in place; used only if element types match, and the role has
+            devices of its own: that memory would stay there while the engine sleeps.
         arrived: called from another thread when a newer version is ready.
         purpose: of a receiver beside this rank's main one.
         wanted: selects versions; None: all. With it, the receiver joins no broadcasts unless there is `least`, too.
@@ -85,7 +86,8 @@ def open_receiver(
     return kind(
         context.job_credentials(), _agent(context), name, needs,
         device=context.reading_device,
-        adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
+        adopts=adopts and config.dtype in (None, context.config.model.dtype) and not context.shares_devices,
+        arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, least=least,
         best_effort=best_effort, member=member, lead=_lead(context), keeps_on_host=keeps_on_host,
         timeout_s=config.timeout_s, timeline=context.timeline,
@@ -157,6 +159,11 @@ class HeldWeights:
         return 0 if self.version is None else self.version.step
 
     @property
+    def newest(self) -> Version | None:
+        """The newest version that is ready."""
+        return self._receiver.newest
+
+    @property
     def has_newer(self) -> bool:
         return self._receiver.newest not in (None, self.version)
 
@@ -170,14 +177,15 @@ class HeldWeights:
         newest = self._receiver.newest
         return newest is not None and self.version is not None and newest.lineage > self.version.lineage
 
-    def load_newest(self, *, wait_s: float = 0.0) -> bool:
-        """Load the version that is ready if it is this engine's turn; return whether it was loaded."""
+    def load_newest(self, *, wait_s: float = 0.0, again: bool = False) -> bool:
+        """Load the version that is ready if it is newer and this engine's turn; return whether it was loaded.
+        `again`: also if the engine had it, since it has lost its weights."""
 
         def load(weights: Mapping[str, Tensor]) -> None:
             with self._context.timeline.span("load weights"):
                 self._load(weights)
 
-        version = self._receiver.load(load, newer_than=self.version, wait_s=wait_s)
+        version = self._receiver.load(load, newer_than=None if again else self.version, wait_s=wait_s)
         if version is None:
             return False
         self.version = version

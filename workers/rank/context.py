@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import version
@@ -168,6 +168,11 @@ class WorkerContext:
             raise ConfigError(f"{what} in {by} than in {first_by}: {differing}; {advice}")
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether this role takes turns with another one on its devices; see `workers.rank.device_turn`."""
+        return self.gang.role in self.config.colocated
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the user's command started, even if the wall clock was set since."""
         return self._clock.now() - self.job.started_at
@@ -225,6 +230,16 @@ class WorkerContext:
         """Report a state inside the block, and the previous state again after it."""
         before = self._status
         self.report_state(state, step=step)
+        try:
+            yield
+        finally:
+            self.report_state(before.state, before.detail, step=before.step)
+
+    @contextmanager
+    def waiting_for_devices(self, state: str) -> Iterator[None]:
+        """Report `state` inside the block; a rank that is starting stays so, since it does not work yet."""
+        before = self._status
+        self._status = replace(before, detail=state) if before.state == STARTING else replace(before, state=state)
         try:
             yield
         finally:

@@ -325,6 +325,7 @@ class StepRecorder:
     def _num_devices(self) -> int:
         with_model = self._context.config.reward.model is not None
         roles = set(roles_on_device(reward_model=with_model)) - OBSERVERS
+        roles -= {*self._context.config.guests}  # they have the actor's devices
         return sum(len(gang.devices) for gang in self._context.job.gangs if gang.role in roles)
 
     def _idle_fractions(self) -> dict[str, float]:

@@ -133,7 +133,8 @@ def _settings_of(
         return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
     from workers.engines.load_engine import outside_engine
 
-    kind, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+    given, sleeps = getattr(config, section).engine_options, section in config.colocated
+    kind, options = outside_engine(registry, section, name, given, sleeps=sleeps)
     if registry.group == ENGINES.group and config.sends_adapter and not getattr(kind, "takes_adapters", False):
         raise ConfigError(
             f"weightsync.lora: adapter cannot be used with {section}.engine {name}, whose class does not say "

@@ -31,14 +31,16 @@ from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_sets
-from workers.engines.base import ResamplingEngine
+from workers.engines.base import ResamplingEngine, SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine, load_generating_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
+from workers.rank.device_turn import TurnHolder, open_turn, wait_for_devices
 from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
+from workers.rollout.rollouts import sleeping
 from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.dataflow import WEIGHTS
 from workers.settings.rollout import SamplingConfig
@@ -71,15 +73,25 @@ def run_evaluate(context: WorkerContext) -> None:
     if not own:
         logger.info("no version is left for this instance to evaluate")
         return
-    evaluator = Evaluator(context, own)
+    wake = threading.Event()
+    context.wake_to_stop(wake)
+    turn = open_turn(context, wake)
+    # Before any device memory is allocated.
+    if turn is not None and not wait_for_devices(context, turn, stop=context.stopping):
+        return
+    evaluator = Evaluator(context, own, wake, turn)
     while (version := evaluator.load_next()) is not None:
         evaluator.evaluate(version)
+        evaluator.rest()
     evaluator.close()
 
 
 def evaluate_model(context: WorkerContext) -> None:
     """Answer this instance's share of all sets with the weights of `model.path`; a line per response in `answers/`."""
-    evaluator = Evaluator(context, [0], share=(context.gang.index, len(context.job.of_role(context.gang.role))))
+    wake = threading.Event()
+    context.wake_to_stop(wake)
+    share = context.gang.index, len(context.job.of_role(context.gang.role))
+    evaluator = Evaluator(context, [0], wake, share=share)
     file = context.run_dir / ANSWERS / f"{context.gang.name}.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)  # of an earlier start, which died
@@ -94,10 +106,21 @@ class Evaluator:
 
     Args:
         own: steps whose weights it evaluates, in order, at least one.
+        wake: set when something happens to a rollout or the turn.
+        turn: for devices that it shares with the trainer, and has at the moment; it has them again for one version at a
+            time. None: it has devices of its own.
         share: (k, N): it evaluates the model itself, on each N-th prompt from the k-th on; None: it follows a run.
     """
 
-    def __init__(self, context: WorkerContext, own: list[int], *, share: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        own: list[int],
+        wake: threading.Event,
+        turn: TurnHolder | None = None,
+        *,
+        share: tuple[int, int] | None = None,
+    ) -> None:
         config = context.config
         self._context = context
         self._own = frozenset(own)
@@ -108,8 +131,9 @@ class Evaluator:
         load = load_generate_engine if share is None else load_generating_model
         context.report_state(STARTING, LOADING)
         self._engine = load(config, sampling, device=context.device)
-        self._wake = threading.Event()
-        context.wake_to_stop(self._wake)
+        self._wake = wake
+        self._turn = turn
+        self.rest()
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
@@ -135,11 +159,17 @@ class Evaluator:
         assert receiver is not None, "a model that stays has one version"
         if held >= self._last_own or not self._wait_newer(receiver):
             return None
+        if self._turn is not None:
+            if not wait_for_devices(self._context, self._turn, stop=self._context.stopping):
+                return None
+            self._sleeper.wake(WakePart.WEIGHTS)
         with self._context.timeline.span("load weights"):
             load = partial(self._engine.load_weights, adopt=receiver.adopts)
             self._version = receiver.load(load, newer_than=self._version)
             receiver.drop()
         assert self._version is not None, "the wait ends with a newer version"
+        if self._turn is not None:
+            self._sleeper.wake(WakePart.KV_CACHE)
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
         return self._version
@@ -196,6 +226,18 @@ class Evaluator:
         with self._context.timeline.span("evaluate", step=version.step, rows=len(one.requests)):
             scored = self._generate(one, version)
             return scored if self._wait_scores(scored) else None
+
+    def rest(self) -> None:
+        """Give devices away that other roles use, too."""
+        if self._turn is not None:
+            with self._context.timeline.span("sleep"):
+                self._sleeper.sleep()
+            self._turn.give()
+
+    @property
+    def _sleeper(self) -> SleepingGenerator:
+        config = self._context.config
+        return sleeping(self._engine, f"evaluate.engine: {config.evaluate.engine}", config.roles_text)
 
     def close(self) -> None:
         self._rollouts.close()

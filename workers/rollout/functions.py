@@ -203,6 +203,10 @@ class FunctionRollouts:
         places = self._engine.free_slots + drawing
         return room(places=places, drawing=drawing, calls=calls, live=len(self._running), most=self._max_running)
 
+    @property
+    def needs_engine(self) -> bool:
+        return bool(self._engine.num_running or self._wanted)
+
     def figures(self) -> dict[str, float]:
         return self._live.figures(drawing=len(self._drawing), waiting=len(self._wanted))
 
@@ -214,15 +218,15 @@ class FunctionRollouts:
             self._service.send(_begin(one))
         self._most_running = max(self._most_running, len(self._running))
 
-    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+    def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
         """See `Rollouts`; raises UserCodeFailed once the function can no longer be called."""
         self.figures()  # account for the time so far before the numbers change
         finished = self._handle_messages()
-        if not hold:
+        if not hold and not asleep:
             self._submit_calls()
         if finished:
             return finished  # without drawing first, which may take long: their places are free
-        if self._engine.num_running:
+        if self._engine.num_running and not asleep:
             began_s = time.process_time()
             generations = self._engine.step(wake)
             self._in_engine_s += time.process_time() - began_s

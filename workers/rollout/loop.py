@@ -9,6 +9,7 @@ this loop, decides which groups may start.
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,14 +23,17 @@ from tq.client.queue_client import QueueClient
 from tq.client.session import StallMonitor
 from tq.messages import NoRowsReason
 from weightsync.version import Version
+from workers.engines.base import SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
 from workers.rank.context import LOADING, STARTING, WorkerContext
+from workers.rank.device_turn import WAITING, Patience, TurnHolder, open_turn, wait_for_devices
 from workers.records.samples import SampleLog, kept_groups
 from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
+from workers.rollout.rollouts import sleeping
 from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.dataflow import TASKS
 from workers.tasks.graph import task_of
@@ -60,6 +64,7 @@ class Feeder:
         self._stopped = False
         self._failure: Exception | None = None
         self._closed = False
+        self._asking_since: float | None = None
         self._closing = threading.Event()
         self._monitor = StallMonitor(producers_timeout_s=0.0)
         self._thread = threading.Thread(target=self._lease_until_closed, name="feeder", daemon=True)
@@ -69,6 +74,17 @@ class Feeder:
     def stopped(self) -> bool:
         """The queue has stopped: nothing more will come."""
         return self._stopped
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether no rows are about to come of those that were asked for: they are not ready, or need newer weights."""
+        with self._changed:
+            if self._leases:
+                return False
+            gated = self._needed is not None and self._needed > self._version
+            since = self._asking_since
+            silent = since is not None and time.monotonic() - since >= Patience.PARKED_S
+            return self._stopped or (self._num_rows > 0 and (gated or silent))
 
     def needed_version(self) -> Version | None:
         """Return the oldest weights that the next prompts accept, or None if the current ones suffice."""
@@ -81,6 +97,8 @@ class Feeder:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
+            if version != self._version and self._asking_since is not None:
+                self._asking_since = time.monotonic()  # an answer to the old version makes the thread ask again
             self._num_rows, self._version = num_rows - sum(len(lease.batch) for lease in self._leases), version
             self._changed.notify_all()
 
@@ -118,7 +136,9 @@ class Feeder:
     def _lease_rows(self) -> None:
         with self._changed:
             num_rows, version = self._num_rows, self._version
+            self._asking_since = time.monotonic()
         answer = self._client.fetch(TASK, num_rows=num_rows, version=version.step, lineage=version.lineage)
+        self._asking_since = None
         if isinstance(answer, Lease):
             batch = read_or_release(answer, self._columns, monitor=self._monitor, closing=self._closing)
             if batch is None:
@@ -140,20 +160,37 @@ _LOOK_S = 0.5  # how often an idle instance checks whether the run stops (s)
 
 
 def run_rollout(context: WorkerContext) -> None:
-    rollout = RolloutLoop(context)
+    wake = threading.Event()
+    context.wake_to_stop(wake)  # an engine may wait long for a silent server
+    turn = open_turn(context, wake)
+    # Before any device memory is allocated.
+    if turn is not None and not wait_for_devices(context, turn, stop=context.stopping):
+        return
+    rollout = RolloutLoop(context, wake, turn)
     rollout.generate_until_stopped()
     rollout.close()
 
 
 class RolloutLoop:
-    """One instance's loop; see the module."""
+    """One instance's loop; see the module.
 
-    def __init__(self, context: WorkerContext) -> None:
+    Args:
+        wake: set when something happens that the loop should look at.
+        turn: for devices that it shares with the actor, and has at the moment; None: it has devices of its own.
+    """
+
+    def __init__(self, context: WorkerContext, wake: threading.Event, turn: TurnHolder | None = None) -> None:
         config = context.config
         self._context = context
         self._config = config
+        self._wake = wake
+        self._turn = turn
+        self._awake = turn is None
         context.report_state(STARTING, LOADING)
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
+        if turn is not None:
+            self._sleeper.sleep()  # there may be no weights yet
+            turn.give()
         task = task_of("rollout", config, context.job)
         self._scorer, tokenizer = None, None
         if "rewards" in task.fused:
@@ -171,8 +208,6 @@ class RolloutLoop:
         )  # fmt: skip
         self._client = context.queue_client()
         self._client.declare_outputs(task.outputs)  # now, since the first rollout may take long
-        self._wake = threading.Event()
-        context.wake_to_stop(self._wake)  # an engine may wait long for a silent server
         self._weights = follow_policy(context, self._engine, arrived=self._wake.set, loaded=self._loaded)
         columns = ("prompts", "ground_truth", *((TASKS,) if config.sends_tasks else ()))
         self._feeder = Feeder(self._client, columns=columns, wake=self._wake)
@@ -195,14 +230,20 @@ class RolloutLoop:
         self._draining = False
         self._busy = ExitStack()
         self._noted: tuple[int, int] | None = None
+        self._noted_asleep = ""
 
     def generate_until_stopped(self) -> None:
-        self._weights.wait_for(Version(self._context.job.lineage, self._context.start_step))
+        if self._turn is None:
+            self._weights.wait_for(self._first_version)
         while not self._context.stopping.is_set():
             # Before looking at anything, so that no event is missed.
             self._wake.clear()
             self._outbox.check()
             self._take_leases()
+            if self._turn is not None and not self._stays_awake(self._turn):
+                if self._feeder.stopped and not self._rollouts.num_running:
+                    break
+                continue
             self._swap_if_due()
             self._fill()
             if self._rollouts.num_running:
@@ -213,6 +254,8 @@ class RolloutLoop:
                 self._wait_for_work()
         self._rollouts.abort()
         self._busy.close()
+        if self._turn is not None and self._awake:  # the actor may need the devices for its last save
+            self._fall_asleep(self._turn)
 
     def close(self) -> None:
         """Put finished responses; leave the queue and the weight agent."""
@@ -228,6 +271,93 @@ class RolloutLoop:
         self._rollouts.close()
         self._engine.close()
         self._weights.close()
+
+    @property
+    def _first_version(self) -> Version:
+        return Version(self._context.job.lineage, self._context.start_step)
+
+    # Devices shared with the actor. This instance asks for them when there is something to draw and weights to draw it
+    # with, and gives them away once they are wanted and it has nothing to draw; in `colocate_async` at once. Asleep, it
+    # keeps its responses and leases, leases more, and serves users' code, which needs no device.
+
+    def _stays_awake(self, turn: TurnHolder) -> bool:
+        """Return whether the loop may go on and draw; False: look again."""
+        if self._awake:
+            at_once = turn.wanted_at_once or self._config.schedule.mode.interrupts_for_turns
+            if turn.wanted and (at_once or self._is_idle()):
+                self._fall_asleep(turn)
+            return self._awake
+        if turn.held:
+            self._wake_up(turn)
+            return False
+        if self._needs_devices():
+            turn.ask()
+        self._serve_asleep(turn)
+        return False
+
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to draw, and prompts are not about to come; users' tools may run."""
+        may_come = self._free_places() and not self._feeder.is_parked
+        return not (self._waiting or self._rollouts.needs_engine or may_come)
+
+    def _needs_devices(self) -> bool:
+        newest = self._weights.newest
+        if newest is None:
+            return False
+        if self._weights.version is None:
+            return newest >= self._first_version
+        needed = self._feeder.needed_version()
+        return bool(self._waiting) or self._rollouts.needs_engine or (needed is not None and newest >= needed)
+
+    def _fall_asleep(self, turn: TurnHolder) -> None:
+        self._note_idle()
+        self._noted_asleep = ""
+        with self._context.timeline.span("sleep"):
+            self._sleeper.sleep()
+        self._awake = False
+        turn.give()
+
+    def _wake_up(self, turn: TurnHolder) -> None:
+        """Load the newest weights, those that the actor just published; stay asleep if they are not there yet and the
+        actor wants the devices back, or the run stops."""
+        engine, context = self._sleeper, self._context
+        context.report_state("waking up")
+        with context.timeline.span("wait for weights"):
+            while (newest := self._weights.newest) is None or (turn.version is not None and newest < turn.version):
+                self._wake.wait(_LOOK_S)
+                self._wake.clear()
+                if turn.wanted or context.stopping.is_set():
+                    break
+        if self._weights.abandoned:
+            self._abandon_rollouts()
+        with context.timeline.span("wake up"):
+            engine.wake(WakePart.WEIGHTS)
+            self._awake = self._weights.load_newest(again=True)
+            if self._awake:
+                engine.wake(WakePart.KV_CACHE)
+        if not self._awake:
+            self._fall_asleep(turn)
+            return
+        self._want_rows()  # for these weights now
+
+    def _serve_asleep(self, turn: TurnHolder) -> None:
+        if self._weights.abandoned and (self._running or self._waiting):
+            self._abandon_rollouts()
+        if self._weights.version is not None:
+            self._want_rows()
+        doing = WAITING if turn.asked else "waiting for prompts"
+        figures = self._rollouts.figures()
+        if doing != self._noted_asleep or figures:
+            self._noted_asleep = doing
+            self._context.report_state(doing, "asleep", rollouts=figures)
+        with self._context.timeline.span("wait for devices" if turn.asked else "wait for prompts"):
+            finished = self._rollouts.step(self._wake, asleep=True)
+        for rollout in finished:
+            self._add_to_outbox(rollout)
+
+    @property
+    def _sleeper(self) -> SleepingGenerator:
+        return sleeping(self._engine, f"rollout.engine: {self._config.rollout.engine}", self._config.roles_text)
 
     def _swap_if_due(self) -> None:
         self._draining = False
@@ -285,6 +415,9 @@ class RolloutLoop:
             self._running |= {request.ticket: lease for lease, request in taken}
             self._note_busy(max(lease.partition for lease, _ in taken))
             self._rollouts.begin([request for _, request in taken])
+        self._want_rows()
+
+    def _want_rows(self) -> None:
         version = self._weights.version
         assert version is not None, "no prompts are asked for before there are weights"
         self._feeder.want_rows(self._free_places() - len(self._waiting), version=version)
@@ -301,18 +434,24 @@ class RolloutLoop:
         if figures := self._rollouts.figures():
             self._context.report_state("generating", f"{len(self._running)} rollouts", rollouts=figures)
         for rollout in self._rollouts.step(self._wake, hold=self._draining):
-            _check_finite(rollout)
-            self._outbox.add_rollout(self._running.pop(rollout.ticket), rollout)
+            self._add_to_outbox(rollout)
+
+    def _add_to_outbox(self, rollout: FinishedRollout) -> None:
+        _check_finite(rollout)
+        self._outbox.add_rollout(self._running.pop(rollout.ticket), rollout)
 
     def _wait_for_work(self) -> None:
         """Nothing runs: wait for prompts, or for the weights that they need."""
         self._note_idle()
-        needed = self._feeder.needed_version()
-        if needed is not None:
+        needed, turn = self._feeder.needed_version(), self._turn
+        if needed is not None and turn is None:
             self._weights.wait_for(needed)
             return
         self._context.report_state("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
+            if turn is not None and turn.wanted:
+                self._wake.wait(Patience.PARKED_S)
+                return
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass
 

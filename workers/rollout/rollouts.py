@@ -14,9 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from asyncflow.errors import ConfigError
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation, SleepingGenerator
 from workers.engines.stop_strings import StopStrings
 from workers.rows.finished import FinishedRollout, RolloutRequest
+
+ASLEEP_S = 0.5
+"""How long a step of an engine that sleeps waits for `wake` (s)."""
 
 
 class Rollouts(Protocol):
@@ -34,6 +38,10 @@ class Rollouts(Protocol):
     def free_slots(self) -> int:
         """How many rollouts may begin now."""
 
+    @property
+    def needs_engine(self) -> bool:
+        """Whether responses are being drawn, or wait to be."""
+
     def figures(self) -> dict[str, float]:
         """Return what `asyncflow status` shows; empty for single turns.
 
@@ -44,9 +52,10 @@ class Rollouts(Protocol):
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """Begin rollouts, at most `free_slots`; raises BadRequest as `GenerateEngine.submit` does."""
 
-    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+    def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
         """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones. `hold`: start
-        no new responses, so that the engine becomes idle for new weights."""
+        no new responses, so that the engine becomes idle for new weights. `asleep`: draw nothing, since the engine
+        sleeps; users' code goes on."""
 
     def abort(self) -> None:
         """Drop all rollouts."""
@@ -75,6 +84,10 @@ class SingleTurn:
     def free_slots(self) -> int:
         return self._engine.free_slots
 
+    @property
+    def needs_engine(self) -> bool:
+        return self._engine.num_running > 0
+
     def figures(self) -> dict[str, float]:
         return {}
 
@@ -87,7 +100,10 @@ class SingleTurn:
             ]
         )
 
-    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+    def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
+        if asleep:
+            wake.wait(ASLEEP_S)
+            return []
         ended = (one.until(self._stop)[0] for one in self._engine.step(wake))
         return [single_turn(self._prompts.pop(one.ticket), one) for one in ended]
 
@@ -97,6 +113,16 @@ class SingleTurn:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def sleeping(engine: GenerateEngine, name: str, roles: str) -> SleepingGenerator:
+    """Return an engine that can sleep; `name` and `roles` are for the ConfigError if it cannot."""
+    if not isinstance(engine, SleepingGenerator):
+        raise ConfigError(
+            f"{name}: cannot free its device memory and take it back, which roles {roles} need; give each of them "
+            f"devices of its own (--roles rollout:N,actor:N)"
+        )
+    return engine
 
 
 def single_turn(prompt_P: Tensor, generation: Generation) -> FinishedRollout:

@@ -342,6 +342,12 @@ class LoggerConfig(Settings):
         return {"name": given} if isinstance(given, str) else given
 
 
+COLOCATED = ("rollout", "actor")
+"""The roles that can take turns on the same devices."""
+COLOCATED_WITH_EVALUATION = (*COLOCATED, "evaluate")
+"""The same, where held-out prompts are answered there, too."""
+
+
 class RunConfig(Settings):
     """One run."""
 
@@ -356,7 +362,10 @@ class RunConfig(Settings):
     together, and in which order results are summed, does not depend on timing. Costs some overlap."""
     roles: dict[str, int]
     """Ranks per role when `--roles` is not given. 0 (for `reward`, `rollout` and other roles that train no model):
-    processes outside the run do the role's task, through `asyncflow.connect` (docs/outside.md)."""
+    processes outside the run do the role's task, through `asyncflow.connect` (docs/outside.md). `rollout+actor: 8`
+    gives both 8 ranks on the same 8 devices, of which they take turns (docs/colocated.md)."""
+    colocated: tuple[str, ...] = ()
+    """Roles that take turns on the same devices; `roles: {rollout+actor: 8}` sets it."""
     code_directory: str | None = None
     """Where to look for your modules (`reward.function`, `tasks`, `openai.update`) after the installed ones and before
     the working directory; separate several with `:`; null: the directory of the config file."""
@@ -389,6 +398,41 @@ class RunConfig(Settings):
         if isinstance(algorithm, dict) and algorithm.get("name") == "sft" and "rollout" not in given:
             return {**given, "rollout": {"max_response_tokens": 1024}}
         return given
+
+    @model_validator(mode="after")
+    def _colocated_roles_fit(self) -> Self:
+        counts = {role: self.roles.get(role) for role in self.colocated}
+        known = self.colocated in ((), COLOCATED, COLOCATED_WITH_EVALUATION)
+        if not known or len(set(counts.values())) > 1:
+            told = ", ".join(f"{role}:{count}" for role, count in counts.items())
+            joint = "+".join(COLOCATED)
+            raise self.refusal(
+                "colocated",
+                f"{told} cannot take turns on the same devices; write roles: {{{joint}: N}}, N ranks of each",
+            )
+        return self
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether rollout and actor take turns on the same devices."""
+        return bool(self.colocated)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the ranks take if every role has a model; colocated roles share theirs."""
+        return sum(number for role, number in self.roles.items() if role not in self.guests)
+
+    @property
+    def guests(self) -> tuple[str, ...]:
+        """Roles that take turns with the actor on its devices."""
+        return tuple(role for role in self.colocated if role != "actor")
+
+    @property
+    def roles_text(self) -> str:
+        """The roles as `--roles` takes them."""
+        joint = "+".join(self.colocated)
+        names = {role: joint if role in self.colocated else role for role in self.roles}
+        return ",".join(dict.fromkeys(f"{names[role]}:{count}" for role, count in self.roles.items()))
 
     @property
     def start_timeout_s(self) -> float:

@@ -16,6 +16,7 @@ class ScheduleMode(StrEnum):
     PERIODIC = "periodic"
     ASYNC = "async"
     SUBSTEP = "substep"
+    COLOCATE_ASYNC = "colocate_async"
 
     @property
     def has_newest_weights(self) -> bool:
@@ -29,7 +30,19 @@ class ScheduleMode(StrEnum):
             interruptible: the engine can continue running responses with newer weights.
             boundary: the next responses belong to a later step than the running ones, or need newer weights.
         """
-        return num_running == 0 or (interruptible and (boundary or self is ScheduleMode.SUBSTEP))
+        at_once = self in (ScheduleMode.SUBSTEP, ScheduleMode.COLOCATE_ASYNC)
+        return num_running == 0 or (interruptible and (boundary or at_once))
+
+    @property
+    def interrupts_for_turns(self) -> bool:
+        """Colocated roles: whether a rollout gives the devices away in the middle of responses, once a full step is
+        ready to be trained; otherwise only when it has nothing to draw."""
+        return self is ScheduleMode.COLOCATE_ASYNC
+
+    @property
+    def trains_whole_steps(self) -> bool:
+        """Whether a training role gets a step's rows only when all of them are ready."""
+        return self in (ScheduleMode.SYNC, ScheduleMode.COLOCATE_ASYNC)
 
 
 class Fill(StrEnum):
@@ -45,7 +58,8 @@ class ScheduleConfig(Settings):
     mode: ScheduleMode = ScheduleMode.ASYNC
     """`sync`: generate all, then score, then train. `periodic`: these overlap, but on the newest weights only. `async`:
     steps overlap as well, within `max_staleness`; an instance takes newer weights when it begins a step. `substep`:
-    like async, but instances take newer weights as soon as they exist, if the engine can continue running responses."""
+    like async, but instances take newer weights as soon as they exist, if the engine can continue running responses.
+    `colocate_async`: async for `rollout+actor`: responses are interrupted when a full step is ready to be trained."""
     max_staleness: int = Field(1, ge=0)
     """Largest (s - 1) - v for a sample of step s generated with weights of version v; `sync`, `periodic`: always 0."""
     rollout_batch_size: int = Field(ge=1)
@@ -61,6 +75,10 @@ class ScheduleConfig(Settings):
     def _mode_allows_its_staleness(self) -> Self:
         if self.staleness_bound < self.max_staleness and "max_staleness" in self.model_fields_set:
             raise self.refusal("max_staleness", "set it to 0, or schedule.mode to async or substep")
+        if self.lateness and self.mode.interrupts_for_turns:
+            raise self.refusal(
+                "fill", f"mode {self.mode} trains a step once all of it is ready; set schedule.fill to in_order"
+            )
         if self.lateness and self.gate_staleness < 1:
             raise self.refusal(
                 "fill",

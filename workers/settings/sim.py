@@ -38,6 +38,9 @@ class SimConfig(Settings):
     `train_s_per_token`."""
     optimizer_s: float = Field(0.0, ge=0)
     """Time of each update (s)."""
+    switch_s: float = Field(0.0, ge=0)
+    """Colocated roles: time of a switch from one side to the other (s). Each side takes half of it, one to fall asleep,
+    the other to wake."""
     parameters: int = Field(1_000_000, ge=1)
     """Number of model parameters, which sets how much a weight transfer moves."""
 

@@ -18,7 +18,7 @@ from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
-from workers.engines.base import CopyingEngine, TrainEngine, ValueEngine
+from workers.engines.base import CopyingEngine, FrozenEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
 from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
@@ -160,6 +160,11 @@ class TaskChain:
             for task in self._tasks.values():
                 entered.enter_context(task.computing())
             yield
+
+    @property
+    def models(self) -> list[FrozenEngine]:
+        """Models on this rank's device besides that of the process's role."""
+        return [task.model for task in self._tasks.values() if task.model is not None]
 
     def take_weights(self, step: int) -> None:
         for task in self._tasks.values():

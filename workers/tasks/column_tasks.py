@@ -19,7 +19,7 @@ from tq.columns import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.calls.user_function import excerpt
-from workers.engines.base import TrainEngine
+from workers.engines.base import FrozenEngine, TrainEngine
 from workers.engines.load_engine import load_forward_model, load_reward_model
 from workers.engines.weight_path import HeldWeights, open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
@@ -56,6 +56,11 @@ class ColumnTask(ABC):
     def computing(self) -> AbstractContextManager[None]:
         """Enter while ranks that share the model exchange rows on their devices."""
         return nullcontext()
+
+    @property
+    def model(self) -> FrozenEngine | None:
+        """The model of its own that it computes with on this rank's device."""
+        return None
 
     @abstractmethod
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -143,6 +148,10 @@ class ReferenceLogProbs(ColumnTask):
 
     def computing(self) -> AbstractContextManager[None]:
         return self._reference.computing()
+
+    @property
+    def model(self) -> FrozenEngine:
+        return self._reference.model
 
     def take_weights(self, step: int) -> None:
         self._reference.take_weights(step)

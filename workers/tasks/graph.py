@@ -100,7 +100,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             whole_groups=task.whole_groups or task.role == "rollout",
             max_staleness=bounds[task.weights],
             version_interval=max(1, interval) if task.weights is NeededWeights.REFERENCE else 1,
-            barrier=schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            barrier=_waits_for_whole_steps(task, schedule.mode),
             in_order=config.deterministic,
             keeps_leases=task.role in TRAINERS,
             # A process outside may be killed at any time, which says nothing about its rows.
@@ -110,6 +110,12 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
         )
         for task in tasks
     ]
+
+
+def _waits_for_whole_steps(task: PlacedTask, mode: ScheduleMode) -> bool:
+    """Whether a task's rows of a step are ready only when all are: in `sync` that separates all stages, in
+    `colocate_async` a trainer's first rows mean that the devices' turn is worth passing."""
+    return mode.trains_whole_steps and (task.role in TRAINERS or (mode is ScheduleMode.SYNC and task.role != "rollout"))
 
 
 def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
+from workers.engines.base import FrozenEngine
 from workers.engines.load_engine import load_frozen_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
@@ -99,6 +100,10 @@ class ReferencePolicy:
                 least=None if hosted else self._next_wanted,
                 whole=not self._shared,
             )
+
+    @property
+    def model(self) -> FrozenEngine:
+        return self._model
 
     @property
     def version(self) -> int | None:

@@ -23,7 +23,7 @@ writes the critic's part of a checkpoint.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
@@ -39,6 +39,7 @@ from asyncflow.checkpoint_files import CRITIC, describe
 from asyncflow.errors import (
     AsyncFlowError,
     CheckpointError,
+    ConfigError,
     LastSaveFailed,
     TransportError,
     UserCodeFailed,
@@ -53,12 +54,13 @@ from workers.checkpoint.checkpoint_directory import beside
 from workers.checkpoint.saved_shards import ExportShare, HostCopy, load_shards, own_shards, save_shards
 from workers.checkpoint.writer import Checkpointer, Contents, Export, RunFacts
 from workers.data.model_files import model_fingerprint, weights_fingerprint
-from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
+from workers.engines.base import RankedExportEngine, Sleeper, TrainEngine, ValueEngine
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
 from workers.rank.context import LOADING, REWARD, ROLLOUT, SAVING, STARTING, WorkerContext
-from workers.rank.peers import ReplicaPeers, ReplicaPlace, gather, meet_peers, open_replica, sum_over_ranks
+from workers.rank.device_turn import Patience, TurnHolder, open_turn, wait_for_devices
+from workers.rank.peers import ReplicaPeers, ReplicaPlace, all_ranks, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
 from workers.records.samples import TrainedLog, kept_groups
@@ -66,6 +68,7 @@ from workers.records.step_record import StepRecord, StepRecorder, check_referenc
 from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
 from workers.settings.dataflow import CRITIC_TRAIN, PlacedTask
+from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of, tasks_of
 from workers.tasks.reference import saved_reference
@@ -82,16 +85,28 @@ _LOOK_S = 0.5
 def run_actor(context: WorkerContext) -> None:
     """Train until the last step or a stop, then save the last completed step."""
     meet_peers(context)
-    actor = Actor(context)
+    news = threading.Event()
+    turn = open_turn(context, news, meet=partial(all_ranks, True))
+    # Before any device memory is allocated.
+    if turn is not None and not wait_for_devices(context, turn, stop=context.stopping):
+        return
+    actor = Actor(context, turn, news)
     actor.train()
     actor.close()
     dist.destroy_process_group()
 
 
 class Actor:
-    """One rank of the training gang; a `TrainingRole`."""
+    """One rank of the training gang; a `TrainingRole`.
 
-    def __init__(self, context: WorkerContext) -> None:
+    Args:
+        turn: for devices that it shares with the rollouts, and has at the moment; None: it has devices of its own.
+        news: set whenever something happens to the turn.
+    """
+
+    def __init__(
+        self, context: WorkerContext, turn: TurnHolder | None = None, news: threading.Event | None = None
+    ) -> None:
         config = context.config
         self._context = context
         self._config = config
@@ -129,6 +144,7 @@ class Actor:
             rank=place.index,
             num_ranks=place.count,
             replica=open_replica(context, place, config.tq.replica_fetch, partial(row_groups, config.actor.engine)),
+            arrived=(lambda: None) if news is None else news.set,
         )
         policy = policy_learner(config, self._engine)
         self._counts = place.leads
@@ -138,6 +154,9 @@ class Actor:
         self._trained_log = None
         if self._counts and config.rollout.samples_per_step:
             self._trained_log = TrainedLog(context.run_dir, context.rank, kept=kept_groups(config))
+        if turn is not None and news is not None:
+            rounds = RoundsInTurns(context, rounds, self._loader, turn, news, sleep=self._sleep, wake=self._wake)
+        self._sleepers = sleepers(config, [self._engine, self._critic, *self._columns.models]) if turn else ()
         self._trainer = StepTrainer(
             context,
             (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
@@ -243,6 +262,19 @@ class Actor:
         """Wait until neither a save nor the sender reads the weights."""
         self._checkpointer.before_update()
         return self._sender.before_update()
+
+    def _sleep(self) -> Version:
+        """Free device memory, once nothing reads it; returns the version that the rollouts should load. Collective."""
+        self.before_update()
+        with self._context.timeline.span("sleep"):
+            for each in self._sleepers:
+                each.sleep()
+        return Version(self._context.job.lineage, self._completed)
+
+    def _wake(self) -> None:
+        with self._context.timeline.span("wake up"):
+            for each in self._sleepers:
+                each.wake()
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
         """Write the update down immediately: it counts even if the step is never finished."""
@@ -620,6 +652,96 @@ class EqualRounds:
                     "reads, and the rows were put again; training goes on from the last checkpoint"
                 )
             yield batch
+
+
+class RoundsInTurns:
+    """The rounds of a trainer that shares its devices. While it waits for one, the other side may have them; so what it
+    waits for may be generated. It has them again when the next round is here.
+
+        round -> train -> round ...... none is ready, the devices are wanted -> sleep, give | a round comes -> ask, wake
+
+    All ranks of the gang iterate together.
+
+    Args:
+        rounds: of `loader`.
+        sleep: frees device memory; returns the newest published version. `wake`: takes it back. Both collective.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        rounds: RoundSource,
+        loader: StreamingDataLoader,
+        turn: TurnHolder,
+        news: threading.Event,
+        *,
+        sleep: Callable[[], Version],
+        wake: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._loader = loader
+        self._turn = turn
+        self._news = news
+        self._sleep = sleep
+        self._wake = wake
+
+    @property
+    def largest_slice(self) -> int:
+        return self._rounds.largest_slice
+
+    @property
+    def stopped(self) -> bool:
+        return self._rounds.stopped
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        rounds = iter(self._rounds)
+        while True:
+            if not self._wait_awake():
+                self._turn.give(self._sleep())
+                self._wait_asleep()
+                # Even if the run stops: the last step may still have to be saved.
+                wait_for_devices(self._context, self._turn, span="asleep")
+                self._wake()
+            batch = next(rounds, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _wait_awake(self) -> bool:
+        """Wait for the next round, or the end; False: there is none, and the devices are wanted."""
+        wanted = False
+        while True:
+            patience = self._look(Patience.PARKED_S if wanted else _LOOK_S, give_way=not wanted)
+            if patience.all_have_rounds or patience.is_over:
+                return patience.all_have_rounds
+            wanted = patience.is_wanted
+
+    def _wait_asleep(self) -> None:
+        with self._context.timeline.span("asleep"):
+            while not self._look(_LOOK_S, give_way=False).all_have_rounds:
+                pass
+
+    def _look(self, wait_s: float, *, give_way: bool) -> Patience:
+        """Wait up to `wait_s` for a round or, with `give_way`, until the devices are wanted; collective."""
+        self._news.clear()
+        if not self._loader.has_round and not (give_way and self._turn.wanted):
+            self._news.wait(wait_s)
+        return Patience(gather([self._loader.has_round, self._loader.asking_s, self._turn.wanted]))
+
+
+def sleepers(config: RunConfig, models: Sequence[object]) -> tuple[Sleeper, ...]:
+    """Return the models that a process has on devices that another role uses in turn; None stands for none. Raises
+    ConfigError if one cannot sleep."""
+    there = [model for model in models if model is not None]
+    for model in there:
+        if not isinstance(model, Sleeper):
+            raise ConfigError(
+                f"roles: {config.roles_text} needs models that can free their device memory and take it back, and "
+                f"{type(model).__name__} cannot; give rollout and actor devices of their own (--roles "
+                f"rollout:N,actor:N)"
+            )
+    return tuple(model for model in there if isinstance(model, Sleeper))
 
 
 def _fingerprint(batch: PackedBatch) -> str:

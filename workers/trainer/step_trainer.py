@@ -385,12 +385,14 @@ def open_loader(
     rank: int,
     num_ranks: int,
     replica: Replica | None = None,
+    arrived: Callable[[], None] = lambda: None,
 ) -> StreamingDataLoader:
     """Return the loader of a training task's rows, from the step after the weights that the run starts from.
 
     Args:
         rank, num_ranks: this rank's share of the rows; all ranks of a replica have the same share.
         replica: distributes the rows among the replica's ranks.
+        arrived: see `StreamingDataLoader`.
     """
     config = context.config
     # No writer is connected before the generating engine has loaded. The launcher judges that by its progress; this
@@ -411,4 +413,5 @@ def open_loader(
         timeout_s=config.tq.request_timeout_s,
         producers_timeout_s=0.0 if config.waits_for_others else producers_timeout_s,
         producers_setting=setting,
+        arrived=arrived,
     )

@@ -9,6 +9,7 @@ from .vllm_adapter import (
     VllmLoraAdapter,
     VllmLoraTensorParallelAdapter,
     VllmNpuAdapter,
+    VllmSleepingAdapter,
     VllmTensorParallelAdapter,
 )
 from .vllm_serve_adapter import VllmServeAdapter, VllmServeLoraAdapter
@@ -24,6 +25,7 @@ ADAPTERS = [
     VllmTensorParallelAdapter(),
     VllmLoraAdapter(),
     VllmLoraTensorParallelAdapter(),
+    VllmSleepingAdapter(),
     VllmNpuAdapter(),
     VllmServeAdapter(),
     VllmServeLoraAdapter(),

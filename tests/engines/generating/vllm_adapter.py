@@ -74,6 +74,13 @@ class VllmTensorParallelAdapter(VllmAdapter):
     tensor_parallel_size = 2
 
 
+class VllmSleepingAdapter(VllmAdapter):
+    """A worker that loses its memory while it sleeps (`tests/vllm_engine/sleeping_worker.py`)."""
+
+    name = "vllm-sleeping"
+    settings = {"engine_args": {"worker_cls": "tests.vllm_engine.sleeping_worker.SleepingWorker"}}  # noqa: RUF012
+
+
 class VllmNpuAdapter(VllmAdapter):
     """A worker with the refusals of vllm-ascend's (`tests/vllm_engine/npu_worker.py`), and the settings of Ascend."""
 

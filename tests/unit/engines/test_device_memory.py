@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
+from workers.engines.device_memory import (
+    LOGITS_TILE,
+    RUNTIME,
+    ModelSizes,
+    fsdp_memory,
+    megatron_memory,
+    memory_of_roles,
+    state_of_roles,
+)
 from workers.engines.fsdp.sharding import _checkpoint_activations
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
@@ -110,6 +118,18 @@ def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
     assert shared == QWEN_7B.num_parameters, "each of two ranks keeps half of it"
     follows = parts(path="broadcast", interval=2)["ref"]["next version"]
     assert follows == 2 * (QWEN_7B.num_parameters // 4), "each of four ranks keeps its own part"
+
+
+def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
+    fields = {"steps": 1, "roles": {"rollout": 4, "actor": 4}, "model": {"path": "m", "dtype": "bfloat16"}}
+    fields |= {"data": {"path": "d"}, "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}}
+    fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2}}
+    separate = RunConfig.model_validate(fields)
+    colocated = RunConfig.model_validate(fields | {"colocated": ("rollout", "actor")})
+    apart, together = (memory_of_roles(config, QWEN_7B) for config in (separate, colocated))
+    more = {role: sum(together[role].values()) - sum(apart[role].values()) for role in together}
+    assert more == {"rollout": RUNTIME, "actor": RUNTIME}
+    assert state_of_roles(colocated, QWEN_7B.num_parameters)["actor"] == 16 * QWEN_7B.num_parameters
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from workers.engines.base import GenerateRequest
+from workers.engines.base import GenerateRequest, WakePart
 from workers.engines.sim.decode_times import Decoding, SimLengths
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
 from workers.settings.sim import SimConfig
@@ -109,6 +109,41 @@ def test_what_ended_is_there_at_once_though_prompts_enter_before_it_is_asked_for
     decoding.stall_responses(10.0, 1.5)
     assert decoding.next_end == 1.0
     assert decoding.take_ended(1.5) == [0]
+
+
+def test_nothing_is_drawn_while_the_engine_sleeps_and_prompts_are_computed_again() -> None:
+    clock = Clock()
+    config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1, prefill_s_per_token=0.01)
+    lengths = lengths_of(lengths="constant", mean_tokens=10)
+    engine = SimGenerateEngine(config, lengths, num_slots=4, max_response_tokens=99, clock=clock)
+    engine.version = 4
+    engine.submit(requests(0))
+    clock.now += 0.02 + 0.4  # its prompt and four tokens
+    engine.sleep()
+    clock.now += 50.0
+    engine.wake(WakePart.WEIGHTS)
+    engine.load_weights({})
+    engine.version = 5
+    clock.now += 50.0
+    engine.wake(WakePart.KV_CACHE)
+    clock.now += 0.06 + 0.59  # prompt and four tokens again, then six
+    assert engine.step(woken()) == []
+    clock.now += 0.02
+    (response,) = engine.step(woken())
+    assert response.versions_R.tolist() == [4] * 4 + [5] * 6
+
+
+def test_a_generator_is_asked_to_wake_in_order() -> None:
+    engine = SimGenerateEngine(SimConfig(), lengths_of(), num_slots=4, max_response_tokens=99, clock=Clock())
+    engine.sleep()
+    for early in (
+        lambda: engine.step(woken()),
+        lambda: engine.load_weights({}),
+        lambda: engine.wake(WakePart.WEIGHTS, WakePart.KV_CACHE),
+        lambda: engine.step(woken()),
+    ):
+        with pytest.raises(AssertionError):
+            early()
 
 
 def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> None:

@@ -109,6 +109,7 @@ class Llm:
     adapter: dict[str, Tensor] = field(default_factory=dict)
     adapter_config: dict[str, Any] = field(default_factory=dict)
     adapter_directory: Path | None = None
+    asleep: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         from workers.engines.vllm.vllm_worker import AsyncFlowWorker  # registers its transfer engine
@@ -159,6 +160,15 @@ class Llm:
     async def resume_generation(self) -> None:
         self.calls.append("resume")
 
+    async def sleep(self, *, level: int, mode: str) -> None:
+        assert (level, mode) == (2, "keep"), "vLLM's default would end what runs"
+        self.calls.append("sleep")
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, *, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
+
     async def collective_rpc(self, method: str, *, args: Sequence[Any] = ()) -> list[Any]:
         if method == "weights_loaded":
             self.calls.append("loaded")
@@ -195,6 +205,7 @@ class Llm:
 
     async def tick(self) -> None:
         """Let every response draw a token, and its task see it."""
+        assert not self.asleep
         self.ticks += 1
         async with self.changed:
             self.changed.notify_all()
@@ -245,12 +256,22 @@ class OldLlm(Llm):
     async def update_weight_version(self, new_version: str) -> None:
         raise AssertionError("0.23 has no such method")
 
+    async def sleep(self, *, level: int, mode: str) -> None:
+        assert not self.asleep, "it takes no second sleep while a part sleeps"
+        await self.pause_generation(mode=mode, clear_cache=True)
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, *, tags: list[str]) -> None:
+        await super().wake_up(tags=tags)
+        self.paused = False  # whatever still sleeps
+
     async def generate(
         self, prompt: dict[str, Any], parameters: Any, name: str, *, lora_request: Any = None
     ) -> AsyncIterator[Any]:
         assert (lora_request is not None) == bool(self.adapter)
         assert not hasattr(parameters, "stream_interval"), "SamplingParams() got an unexpected argument"
         assert not self.paused, "paused for ever, as there is work left"
+        assert not self.asleep, "scheduled without a cache"
         draws, tokens = random.Random(parameters.seed), []
         reason, aborts = None, self.num_aborts
         while reason is None:

@@ -41,9 +41,19 @@ def test_log_probs_are_tempered_and_unfiltered(
     assert (plan.mode, plan.temperature, plan.logits_scale) == (mode, temperature, scale)
 
 
-def arguments(config: VllmConfig, device: torch.device) -> dict[str, object]:
+def arguments(config: VllmConfig, device: torch.device, *, sleeps: bool = False) -> dict[str, object]:
     model, plan = ModelConfig(path="model", dtype="bfloat16"), plan_log_probs(sampling())
-    return engine_arguments(Path("model"), model, config, plan, max_len=64, num_slots=4, device=device)
+    return engine_arguments(Path("model"), model, config, plan, max_len=64, num_slots=4, device=device, sleeps=sleeps)
+
+
+def test_memory_that_can_be_freed_is_asked_for_only_where_the_engine_sleeps_on_a_device() -> None:
+    assert arguments(VllmConfig(), CUDA, sleeps=True)["enable_sleep_mode"]
+    assert not any(
+        "enable_sleep_mode" in given
+        for given in (arguments(VllmConfig(), CUDA), arguments(VllmConfig(), CPU, sleeps=True))
+    )
+    with pytest.raises(ValidationError, match="enable_sleep_mode cannot be set there"):
+        VllmConfig(engine_args={"enable_sleep_mode": True})
 
 
 def test_cache_is_bounded_on_the_cpu_and_by_the_share_of_memory_elsewhere() -> None:

@@ -227,6 +227,14 @@ def test_engine_that_does_not_say_that_it_takes_adapters_gets_merged_weights_onl
         monkeypatch.setattr("custom_engine.PlainEngine.takes_adapters", True, raising=False)
 
 
+def test_an_engine_that_cannot_sleep_takes_no_turns(code: Path) -> None:
+    run = load_config(find_recipe("quickstart")).model_dump(mode="json")
+    run |= {"roles": {"rollout": 1, "actor": 1}, "colocated": ["rollout", "actor"]}
+    run["rollout"] |= PLAIN
+    with pytest.raises(ConfigError, match="rollout.engine: custom_engine:PlainEngine lacks sleep wake;"):
+        resolving(run, {}, FIELDS)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

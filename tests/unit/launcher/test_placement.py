@@ -77,3 +77,36 @@ def test_unknown_external_gang_is_refused(configure: Configure) -> None:
     config = configure("rollout:1,actor:1", launcher={"external_gangs": ["rollout-1"]})
     with pytest.raises(ConfigError, match=r"launcher.external_gangs: 'rollout-1'.*rollout-0"):
         place_gangs(config, Devices("cpu"))
+
+
+def test_colocated_instances_have_the_devices_of_the_actors_ranks(configure: Configure) -> None:
+    def where(gangs: tuple[GangSpec, ...]) -> dict[str, tuple[tuple[int, str], ...]]:
+        return {gang.name: gang.places for gang in gangs if gang.role in ("actor", "rollout", "ref")}
+
+    config = configure("rollout+actor:4,ref:1")
+    assert where(place_gangs(config, Devices("cuda", 5))) == {
+        "actor": ((0, "cuda:0"), (0, "cuda:1"), (0, "cuda:2"), (0, "cuda:3")),
+        **{f"rollout-{k}": ((0, f"cuda:{k}"),) for k in range(4)},
+        "ref-0": ((0, "cuda:4"),),
+    }
+    nodes = {name: [node for node, _ in places] for name, places in where(
+        place_gangs(config, Devices("cuda", 3), num_nodes=2)
+    ).items()}  # fmt: skip
+    assert nodes == {"actor": [0, 0, 0, 1], "rollout-0": [0], "rollout-1": [0], "rollout-2": [0], "rollout-3": [1],
+                     "ref-0": [1]}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"roles: rollout\+actor:4,ref:1 needs 5 cuda devices, but there are 4"):
+        place_gangs(config, Devices("cuda", 4))
+
+
+def test_a_colocated_instance_stays_on_one_node(configure: Configure) -> None:
+    config = configure("rollout+actor:4", rollout={"engine": "vllm"}, vllm={"tensor_parallel_size": 2})
+    gangs = {gang.name: gang.places for gang in place_gangs(config, Devices("cuda", 4))}
+    assert gangs["rollout-1"] == ((0, "cuda:2"), (0, "cuda:3"))
+    with pytest.raises(ConfigError, match="rollout-1 shares 2 devices with actor ranks on several nodes"):
+        place_gangs(config, Devices("cuda", 3), num_nodes=2)
+
+
+def test_on_the_cpu_colocated_ranks_are_on_the_same_node(configure: Configure) -> None:
+    gangs = {gang.name: gang.nodes for gang in place_gangs(configure("rollout+actor:4"), Devices("cpu"), num_nodes=2)}
+    assert gangs["actor"] == (0, 0, 1, 1)
+    assert [gangs[f"rollout-{k}"] for k in range(4)] == [(0,), (0,), (1,), (1,)]

@@ -1,6 +1,7 @@
 """What the planner chooses among: splits, layouts, batches and schedules; never what a start would refuse."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ import pytest
 from planned import QWEN_7B, changed, changed_vllm, sim_run
 
 from asyncflow.errors import ConfigError
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import find_device
-from launcher.plan.plan_report import model_sizes, open_planner
+from launcher.plan.plan_report import model_sizes, open_planner, plan_text
 from launcher.plan.search import (
     Candidate,
+    Planner,
     _next,
     batch_sizes,
     check_launchable,
@@ -150,3 +154,49 @@ def test_a_hosted_reference_may_get_a_rank_of_its_own() -> None:
     more: dict[str, Any] = planner.one_more(plan)
     assert set(more) == {"rollout:6", "actor:4", "ref:1"}
     assert more["ref:1"] < plan.step_s
+
+
+def test_rollout_and_actor_share_devices_where_turns_are_faster() -> None:
+    def planner(switch_s: float) -> Planner:
+        run = sim_run(lengths="constant", train_s_per_token=0.002, switch_s=switch_s)
+        return open_planner(with_schedule(run, mode=ScheduleMode.SYNC, max_staleness=0), devices=8, device=None)
+
+    best = planner(0.0).find_plans()[0]
+    assert re.fullmatch(r"rollout\+actor:6(,ref:\d)?", best.roles_text)
+    assert best.num_devices <= 8
+    assert best.values()["colocated"] == ["rollout", "actor"]
+    apart = replace(planner(0.0), colocated=False).find_plans()[0]
+    assert not apart.config.is_colocated
+    assert best.step_s < apart.step_s
+    assert planner(60.0).find_plans()[0].roles_text == apart.roles_text
+
+
+def test_the_plan_of_colocated_roles_says_which_share_devices() -> None:
+    config = with_schedule(sim_run(train_s_per_token=0.002, switch_s=0.25), mode=ScheduleMode.COLOCATE_ASYNC)
+    planner = open_planner(config, devices=8, device=None)
+    plans = planner.find_plans()
+    assert all(plan.config.is_colocated for plan in plans)  # the schedule has no other form
+    more = planner.one_more(plans[0])
+    text = plan_text(planner, plans, more)
+    assert f"--roles {plans[0].roles_text}" in text
+    assert "a switch takes 0.25 s to the actor, 0.25 s back to the rollout" in text
+    assert re.search(r"rollout\+actor:6 \(\d+ %\)", text)
+    assert any(role.startswith("rollout+actor:") for role in more)
+
+
+def test_turns_are_planned_for_schedules_and_devices_that_have_them() -> None:
+    def forms(planner: Planner) -> set[bool]:
+        return {candidate.config.is_colocated for candidate in planner._list_candidates()}
+
+    config = sim_run()
+    of_modes = {
+        mode: forms(open_planner(with_schedule(config, mode=mode), devices=8, device=None)) for mode in ScheduleMode
+    }
+    assert of_modes[ScheduleMode.SUBSTEP] == {False}
+    assert of_modes[ScheduleMode.COLOCATE_ASYNC] == {True}
+    assert of_modes[ScheduleMode.ASYNC] == of_modes[ScheduleMode.SYNC] == {False, True}
+    # On a machine whose memory and cores all ranks share there is nothing to take turns for.
+    assert forms(open_planner(load_config(find_recipe("quickstart")), devices=8, device="cpu")) == {False}
+    # A plan for a run that is colocated now may be one in which it is not.
+    shared = config.model_copy(update={"roles": {"rollout": 2, "actor": 2}, "colocated": ("rollout", "actor")})
+    assert forms(open_planner(shared, devices=8, device=None)) == {False, True}

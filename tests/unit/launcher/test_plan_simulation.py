@@ -13,6 +13,7 @@ from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.search import Bounds, longest_tokens
 from launcher.plan.world import Simulated, simulate
+from launcher.process.device_turn import DeviceTurn
 from tq import policies as task_spec
 from tq.policies import Fifo, Item, Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
@@ -24,7 +25,7 @@ from workers.settings.dataflow import PlacedTask, Task, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
-FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
+FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def config_of(**changed: Any) -> RunConfig:
@@ -155,7 +156,7 @@ def test_how_many_rollouts_run_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) 
     assert run(config, turns=turns).step_s(2) > 1.5 * before
 
 
-@pytest.mark.parametrize("mode", list(ScheduleMode))
+@pytest.mark.parametrize("mode", [mode for mode in ScheduleMode if not mode.interrupts_for_turns])
 @pytest.mark.parametrize("policy", ["fifo", "token-balanced", "token-budget"])
 def test_every_step_is_trained_whole_in_every_schedule(mode: ScheduleMode, policy: str) -> None:
     config = config_of(schedule__mode=mode, tq={"policy": policy}, actor__max_tokens_per_micro_batch=1000)
@@ -366,6 +367,74 @@ def test_tokens_of_earlier_turns_are_computed_again_too() -> None:
         for recomputes, read in ((False, 50), (True, 50), (True, 400))
     )
     assert kept.step_s(2) < again.step_s(2) < longer.step_s(2)
+
+
+def colocated(mode: str, **changed: Any) -> RunConfig:
+    """Two instances of 8 places and two ranks of the actor on two devices; 32 responses a step."""
+    return config_of(roles={"rollout": 2, "actor": 2}, colocated=("rollout", "actor"), schedule__mode=mode, **changed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "step_s"),
+    [
+        # Two waves of 1 s; 32 x 100 tokens scored and trained on two ranks; two switches
+        ("sync", 2.0 + 0.8 + 1.6 + 2 * 0.5),
+        ("periodic", 2.0 + 0.8 + 1.6 + 2 * 0.5),
+        ("colocate_async", 2.0 + 0.8 + 1.6 + 2 * 0.5),
+        # Staleness 1 allows two steps in a turn
+        ("async", 2.0 + 0.8 + 1.6 + 0.5),
+    ],
+)
+def test_colocated_roles_take_turns_and_each_switch_takes_its_time(mode: str, step_s: float) -> None:
+    ran = run(colocated(mode, sim__lengths="constant", sim__switch_s=0.5))
+    assert ran.step_s(2) == pytest.approx(step_s)
+    assert ran.idle(2) == {"rollout+actor": pytest.approx(1 - 4.4 / step_s)}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ScheduleMode if mode is not ScheduleMode.SUBSTEP])
+def test_every_step_of_colocated_roles_is_trained_whole(mode: ScheduleMode) -> None:
+    config = colocated(mode, sim__switch_s=0.5, sim__sigma=1.2)
+    made = Scenario.from_config(config, Times.of_sim(config, prompt_tokens=0))
+    trained = simulate(made, steps=config.steps).tokens
+    assert list(trained) == [sum(map(made.tokens, range(32 * k, 32 * k + 32))) for k in range(8)]
+
+
+def test_a_reference_with_devices_of_its_own_scores_while_colocated_roles_take_turns() -> None:
+    roles = {"rollout": 2, "actor": 2, "ref": 1}
+    hosted, own = (run(colocated("async", sim__sigma=1.0).model_copy(update=more)) for more in ({}, {"roles": roles}))
+    assert own.step_s(2) < hosted.step_s(2)
+    assert set(own.idle(2)) == {"rollout+actor", "ref"}
+
+
+def test_responses_that_a_turn_interrupts_go_on_and_compute_their_keys_and_values_again() -> None:
+    prefill = {"prefill": Work(token_s=0.001)}
+    long = {"sim__sigma": 1.2, "sim__switch_s": 0.1}
+    plain, again = (run(colocated("colocate_async", **long), **more) for more in ({}, prefill))
+    assert plain.step_s(2) < run(colocated("sync", **long)).step_s(2)
+    assert again.step_s(2) > 1.01 * plain.step_s(2)
+    # Nothing runs when any other schedule switches.
+    assert run(colocated("async", **long), **prefill).step_s(2) == run(colocated("async", **long)).step_s(2)
+
+
+def test_a_rollout_whose_tools_run_gives_its_turn_away() -> None:
+    turns = Turns(replies=2.0, tool_s=8.0)
+    alone = with_turns(mode="async", max_staleness=1)
+    shared = alone.model_copy(update={"roles": {"rollout": 2, "actor": 2}, "colocated": ("rollout", "actor")})
+    # Both steps' rollouts draw 0.5 s, then wait 4 s for their tools, twice. The first step is complete then, and the
+    # actor trains it at once, while the second one's last tools run.
+    assert run(shared, turns=turns).step_ends[1] == pytest.approx(
+        2 * (0.5 + 4.0) + 8 * 100 * (0.0005 + 0.001), rel=0.01
+    )
+
+
+def test_whose_turn_it_is_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = colocated("colocate_async", sim__sigma=1.2)
+    before = run(long).step_s(2)
+    monkeypatch.setattr(ScheduleMode, "interrupts_for_turns", False)
+    assert run(long).step_s(2) > 1.02 * before
+    monkeypatch.setattr(DeviceTurn, "handle", lambda *_: [])  # nobody gets it
+    with pytest.raises(AssertionError, match="nothing happens any more"):
+        run(long)
 
 
 def test_workers_that_share_a_machine_slow_each_other_down() -> None:

@@ -125,7 +125,7 @@ def test_a_critic_has_a_role_of_its_own_where_the_actor_cannot_train_it_or_that_
     best = planner.find_plans()[0]
     assert best.num_devices <= 64
     if "critic" in best.config.roles:
-        assert set(best.idle) >= {"critic", "actor", "rollout"}
+        assert set(best.idle) in ({"critic", "actor", "rollout"}, {"critic", "rollout+actor"})
     in_reward = PPOConfig(kl_coef=0.01, kl_placement="reward")  # needs columns that only an actor of its own computes
     charged = config.model_copy(update={"algorithm": in_reward})
     if engine == "fsdp":
@@ -162,7 +162,7 @@ def test_other_schedules_are_planned_beside_and_say_what_they_change() -> None:
     planner = open_planner(sim_run(train_s_per_token=0.002, sigma=1.0), devices=8, device=None)
     others = planner.other_schedules()
     ways = [(plan.config.schedule.mode, plan.config.schedule.staleness_bound) for plan in others]
-    assert ways == [("sync", 0), ("periodic", 0), ("async", 2), ("async", 4), ("substep", 1)]
+    assert ways == [("sync", 0), ("periodic", 0), ("async", 2), ("async", 4), ("substep", 1), ("colocate_async", 1)]
     assert others[0].changes == ("schedule.mode=sync",)
     assert others[2].changes == ("schedule.mode=async", "schedule.max_staleness=2")
     own = planner.find_plans()
@@ -191,7 +191,7 @@ def test_no_step_is_shorter_than_its_bound_however_long_its_longest_response(fil
     planner = open_planner(long.model_copy(update={"schedule": schedule}), devices=14, device=None)
     plans = [*planner.find_plans(), *planner.other_schedules()]
     assert all(plan.bound_s <= plan.step_s for plan in plans)
-    in_turn = plans[-5]
+    in_turn = plans[-6]
     assert in_turn.config.schedule.mode == "sync"
     assert in_turn.bound_s > 0.8 * in_turn.step_s
 
@@ -276,7 +276,7 @@ def test_command_prints_the_line_to_paste_why_and_a_timeline(qwen: RunConfig, tm
     overrides = [f"model.path={tmp_path}", f"data.path={qwen.data.path}", "schedule.rollout_batch_size=16"]
     command = ["plan", "qwen2.5-7b-grpo-deepscaler-npu", *options, *(w for o in overrides for w in ("--set", o))]
     text = CliRunner().invoke(main, command, catch_exceptions=False).output
-    assert "\n--roles rollout:" in text
+    assert "\n--roles rollout" in text
     assert "why: " in text
     assert "step takes" in text
     assert "forward_backward" in (tmp_path / "plan.html").read_text()

@@ -6,7 +6,7 @@ therefore keeps the plain model in the element type in which it was built; under
 through a `Bfloat16Twin`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from workers.engines.hf.model import (
 )
 from workers.engines.hf.weights import HfWeights
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
+from workers.engines.offload import OffloadedState
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut, response_log_probs, response_logits
 from workers.engines.shared_model import SharedModel
@@ -63,8 +64,8 @@ from workers.settings.lora import LoraConfig
 COMPILER = "inductor"
 
 
-class ShardedModel:
-    """Common to the engines of policy and critic; implements `TrainedEngine` except `forward_backward`.
+class ShardedModel(OffloadedState):
+    """Common to the engines of policy and critic; implements `SleepingTrainer` except `forward_backward`.
 
     Building it is collective over the ranks that train the model, which the default process group must span. Each rank
     reads only its own rows of the Hugging Face directory; the weights are float32, except for a base that is frozen
@@ -183,6 +184,23 @@ class ShardedModel:
 
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+
+    def _prepare_sleep(self) -> None:
+        reshard(self._model)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        for parameter in self._model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        for moments in self._optimizer.state.values():
+            yield from (value for value in moments.values() if isinstance(value, Tensor))
+
+    def _scratch_tensors(self) -> Iterable[Tensor]:
+        return () if self._twin is None else self._twin.model.parameters()
+
+    def _scratch_lost(self) -> None:
+        self._mark_changed()
 
     def _compute_model(self) -> nn.Module:
         """Return the model that passes go through; its gradients end up in the float32 parameters."""
@@ -352,7 +370,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class FsdpEngine(ShardedModel):
-    """Trains a causal language model; implements `CopyingEngine`. For construction see `ShardedModel`.
+    """Trains a causal language model; implements `CopyingEngine` and `SleepingTrainer`. For construction see
+    `ShardedModel`.
 
     Args:
         merged: with `lora`, whether `shards` are whole weights with the adapter added, or the adapter alone.
@@ -371,6 +390,7 @@ class FsdpEngine(ShardedModel):
     ) -> None:
         super().__init__(model_dir, actor, device=device, seed=seed, lora=lora)
         self._temperature = temperature
+        self._copies: list[FsdpCopy] = []
         self._lora = lora
         self._merged = merged
         self._mark_changed()
@@ -430,7 +450,18 @@ class FsdpEngine(ShardedModel):
         )
         if initial:
             copy.read_weights(self._model_dir)
+        self._copies.append(copy)
         return copy
+
+    def _prepare_sleep(self) -> None:
+        super()._prepare_sleep()
+        for copy in self._copies:
+            copy._prepare_sleep()
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from super()._state_tensors()
+        for copy in self._copies:  # they sleep and wake with the policy
+            yield from copy._state_tensors()
 
 
 class BaseOfPolicy:
@@ -449,7 +480,7 @@ class BaseOfPolicy:
             return self._policy.log_probs(batch)
 
 
-class FsdpCopy(SharedModel):
+class FsdpCopy(SharedModel, OffloadedState):
     """Other weights of the policy: the reference, or the policy of an earlier step; implements `PolicyCopy`.
 
     It has no optimizer and no initial weights, and is sharded over the default group like the policy. It uses the
@@ -468,6 +499,7 @@ class FsdpCopy(SharedModel):
     ) -> None:
         super().__init__(policy)
         self._temperature = temperature
+        self._device = device
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
         self._aliases = stored_names(self._model)
         self._vocab_size = vocab_size(self._model)
@@ -483,6 +515,12 @@ class FsdpCopy(SharedModel):
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         return _log_probs(self._model, self._inputs, batch, self._temperature)
+
+    def _prepare_sleep(self) -> None:
+        reshard(self._model)
+
+    def _state_tensors(self) -> Iterable[Tensor]:
+        return self._model.parameters()
 
     def _check_stored(self, weights: HfWeights) -> None:
         check_stored(self._model, weights, self._aliases)

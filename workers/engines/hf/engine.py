@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from asyncflow.device import free_cached_memory
 from asyncflow.errors import ConfigError
 from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, WakePart
 from workers.engines.hf.lanes import KeyShape, Lane, alike
 from workers.engines.hf.model import (
     DTYPES,
@@ -355,7 +356,7 @@ def _buckets(
 
 
 class HfEngine(CheckedEngine):
-    """Generates responses with transformers; implements `GenerateEngine`.
+    """Generates responses with transformers; implements `SleepingGenerator`.
 
     Built without weights (only the JSON files in `model_dir` are read), so `load_weights` must come before `submit`.
     With `lora` it reads the base from the directory, and `load_weights` gets adapters.
@@ -423,6 +424,7 @@ class HfEngine(CheckedEngine):
     @torch.inference_mode()
     def step(self, wake: threading.Event) -> list[Generation]:
         """Draw the next token of every running response; return those that it finished."""
+        assert self._order.is_awake, "step() while the engine sleeps"
         if not self.num_running:
             return []
         inputs = self._batch.next_inputs()
@@ -438,6 +440,24 @@ class HfEngine(CheckedEngine):
     def abort(self) -> None:
         self._batch.clear()
         self._free = list(reversed(range(self._sampling.batch_size)))
+
+    def sleep(self) -> None:
+        if self._order.note_sleep():
+            self._batch.forget_prompts()
+            self._batch.enter_again()
+            self._allocate_parameters(dict.fromkeys(self._parameters, (0,)))
+            free_cached_memory(self._device)
+
+    def wake(self, *parts: WakePart) -> None:
+        for part in parts:
+            # Lanes are allocated as responses enter, so the cache itself has nothing to do.
+            if self._order.note_wake(part) and part is WakePart.WEIGHTS:
+                self._allocate_parameters({name: need.shape for name, need in self._needs.items()})
+
+    def _allocate_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give every parameter other memory, uninitialized; weights that were adopted are let go."""
+        for name, parameter in self._parameters.items():
+            parameter.data = torch.empty(shapes[name], dtype=parameter.dtype, device=self._device)
 
     def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)

@@ -3,7 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from workers.engines.hf.model import (
     write_parameters,
 )
 from workers.engines.hf.weights import HfWeights
+from workers.engines.offload import OffloadedState
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.rows.packed_rows import Sequences
@@ -43,8 +44,8 @@ from workers.settings.lora import LoraConfig
 from workers.settings.run import ModelConfig
 
 
-class FrozenModel:
-    """Computes log-probabilities of drawn tokens, without gradient; implements `FrozenEngine`.
+class FrozenModel(OffloadedState):
+    """Computes log-probabilities of drawn tokens, without gradient; implements `FrozenEngine` and `Sleeper`.
 
     Args:
         weights_dir: directory of the safetensors; None: `model_dir`.
@@ -113,13 +114,16 @@ class FrozenModel:
         else:
             read_parameters(self._parameters, weights, what="the adapter")
 
+    def _state_tensors(self) -> Iterable[Tensor]:
+        return self._model.parameters()
+
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]
 
 
-class RewardModel:
-    """Scores responses: a language model's backbone with a scalar head, read at the last token.
+class RewardModel(OffloadedState):
+    """Scores responses: a language model's backbone with a scalar head, read at the last token. Implements `Sleeper`.
 
     Responses are packed, and a shared prompt is computed once. Ranks that share the model must make the same calls with
     the same batch.
@@ -167,6 +171,9 @@ class RewardModel:
             return self._score_packed(read)
         # A rank without samples computes something anyway, to take part in the gathers.
         return over_ranks(read, lambda part: self._score_packed(part or read), count=lambda part: len(part.lengths_N))
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
 
     def _score_packed(self, read: Sequences) -> Tensor:
         inputs = PackedInputs.from_batch(read, self._device, shared_prompt=True)

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming
 from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
 from workers.data.model_files import few_of
-from workers.engines.base import GenerateRequest, check_request
+from workers.engines.base import GenerateRequest, SleepOrder, check_request
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.lora import PREFIX, A, B, adapted_modules, adapter_shapes, adapter_targets
@@ -192,6 +192,7 @@ class CheckedEngine(ABC):
         self._vocab_size = vocab_size(model)
         self._max_length = max_length
         self._loaded = False
+        self._order = SleepOrder()
 
     @property
     @abstractmethod
@@ -224,6 +225,7 @@ class CheckedEngine(ABC):
         for name, need in self._needs.items():
             if (shape := tuple(weights[name].shape)) != need.shape:
                 raise PlanError(f"weight {name}: its shape is {shape}, but the model's is {need.shape}")
+        self._order.note_loaded()
         self._replace_weights(weights, adopt=adopt)
         self._loaded = True
 

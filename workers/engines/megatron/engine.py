@@ -16,7 +16,7 @@ Legend of shapes: A drawn tokens of the micro-batch.
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from workers.engines.megatron.megatron_model import (
 )
 from workers.engines.megatron.names import FlatBox, MegatronGeometry, flat_boxes, hf_weight_names, megatron_shards
 from workers.engines.megatron.schedule import PipelineSchedule, Slot, StageTask
+from workers.engines.offload import OffloadedState
 from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_entropy_gradient
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
@@ -392,8 +393,8 @@ def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:
     return params
 
 
-class MegatronEngine:
-    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `CopyingEngine`.
+class MegatronEngine(OffloadedState):
+    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `CopyingEngine` and `SleepingTrainer`.
 
     Building it is collective over the actor's ranks, which the default process group must span; each rank reads only
     its own rows of the Hugging Face directory.
@@ -426,6 +427,7 @@ class MegatronEngine:
         self._state = MegatronState(self._parts)
         self._stage = MegatronStage(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)
+        self._copies: list[MegatronCopy] = []
         weights = HfWeights(model_dir)
         _check_stored(self._parts, weights)
         self._state.read_weights(weights)
@@ -454,6 +456,7 @@ class MegatronEngine:
         """Accumulate gradients of `loss`; `finish_micro_batches`, or `step`, completes those of several stages."""
         if batch is None:
             return
+        self._has_gradients = True
         self._stage.forward_backward(batch, loss)
 
     def finish_micro_batches(self) -> None:
@@ -484,8 +487,7 @@ class MegatronEngine:
 
     def zero_grad(self) -> None:
         self._stage.abandon()
-        for chunk in self._parts.chunks:
-            chunk.wrapped.zero_grad_buffer()
+        self._zero_gradients()
         self._parts.optimizer.zero_grad()
 
     def shards(self) -> Iterator[LocalShard]:
@@ -516,10 +518,42 @@ class MegatronEngine:
         copy = MegatronCopy(parts, actor, temperature=self._temperature, device=self._device, policy=self)
         if initial:
             copy.read_weights(self._model_dir)
+        self._copies.append(copy)
         return copy
 
+    def _zero_gradients(self) -> None:
+        for chunk in self._parts.chunks:
+            chunk.wrapped.zero_grad_buffer()
+        self._has_gradients = False
 
-class MegatronCopy(SharedModel):
+    def _prepare_sleep(self) -> None:
+        self._stage.finish()  # what the stages keep for pieces under way would stay on the device
+        _free_shared_buffers()
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        inner = self._parts.optimizer.optimizer
+        for chunk in self._parts.chunks:
+            yield from chunk.network.parameters()
+            if self._has_gradients:
+                yield from _gradient_buffers(chunk.wrapped)
+        for group in inner.param_groups:  # the master weights that this rank owns
+            yield from group["params"]
+        for moments in inner.state.values():
+            yield from (value for value in moments.values() if isinstance(value, Tensor))
+        for copy in self._copies:  # they sleep and wake with the policy
+            yield from copy._state_tensors()
+
+    def _scratch_tensors(self) -> Iterator[Tensor]:
+        """Return the buffers of gradients, the largest part with many replicas, while they are zero."""
+        for chunk in self._parts.chunks if not self._has_gradients else ():
+            yield from _gradient_buffers(chunk.wrapped)
+
+    def _scratch_lost(self) -> None:
+        if not self._has_gradients:
+            self._zero_gradients()
+
+
+class MegatronCopy(SharedModel, OffloadedState):
     """Other weights of the policy, divided like it, with the same layers and kernels; implements `PolicyCopy`."""
 
     def __init__(
@@ -532,6 +566,7 @@ class MegatronCopy(SharedModel):
         policy: MegatronEngine | None = None,
     ) -> None:
         super().__init__(policy)
+        self._device = device
         self._parts = parts
         self._stage = MegatronStage(parts, actor, temperature=temperature, device=device)
         with torch.no_grad():
@@ -544,6 +579,12 @@ class MegatronCopy(SharedModel):
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         return self._stage.log_probs(batch)
+
+    def _prepare_sleep(self) -> None:
+        _free_shared_buffers()
+
+    def _state_tensors(self) -> Iterable[Tensor]:
+        return (parameter for chunk in self._parts.chunks for parameter in chunk.network.parameters())
 
     def _check_stored(self, weights: HfWeights) -> None:
         _check_stored(self._parts, weights)
@@ -593,6 +634,18 @@ def _global_norm(optimizer: Any) -> float:
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=torch.cuda.current_device())
     dist.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
     return float(total.sqrt())
+
+
+def _gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
+    """Return the contiguous memory behind all `main_grad`s of a `DistributedDataParallel`."""
+    yield from (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
+
+
+def _free_shared_buffers() -> None:
+    """Free the memory in which sequence-parallel layers gather their inputs; they allocate it again."""
+    from megatron.core import parallel_state
+
+    parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def _shards(parts: MegatronParts) -> Iterator[LocalShard]:

@@ -42,6 +42,7 @@ class Decoding:
         self._alone_s = decode_s(1)
         self._rate = 1.0  # seconds that pass per second of work
         self._num_running = 0
+        self._paused = False
 
     @property
     def next_end(self) -> float | None:
@@ -65,6 +66,15 @@ class Decoding:
         self._advance_clock(now)
         self._now += seconds
 
+    def pause(self, now: float) -> None:
+        """Stop all responses until `resume`; others may begin, which stand still, too."""
+        self._advance_clock(now)
+        self._paused = True
+
+    def resume(self, now: float) -> None:
+        self._paused = False
+        self._now = max(self._now, now)
+
     def cancel_response(self, number: int, now: float) -> None:
         self._advance_clock(now)
         if number in self._over:
@@ -80,6 +90,8 @@ class Decoding:
         return over
 
     def _advance_clock(self, now: float) -> None:
+        if self._paused:
+            return
         while (end := self._first_end()) is not None and end <= now:
             self._clock, number = heapq.heappop(self._ends)
             self._add_running(-1)

@@ -23,7 +23,16 @@ from torch import Tensor
 
 from asyncflow.errors import BadRequest
 from weightsync.plan import Box, Need
-from workers.engines.base import EngineSetup, GenerateRequest, Generation, LocalShard, LossFunction, StepStats
+from workers.engines.base import (
+    EngineSetup,
+    GenerateRequest,
+    Generation,
+    LocalShard,
+    LossFunction,
+    SleepOrder,
+    StepStats,
+    WakePart,
+)
 from workers.engines.hf.export import SavedTensors
 from workers.engines.sim.decode_times import Decoding, SimLengths
 from workers.rows.packed_rows import Sequences
@@ -48,7 +57,7 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Repeats one token, and ends with the request's first stop token unless cut; implements `GenerateEngine`."""
+    """Repeats one token, and ends with the request's first stop token unless cut; implements `SleepingGenerator`."""
 
     adopts_weights = True
     interruptible = True
@@ -73,6 +82,7 @@ class SimGenerateEngine:
         self._swaps: list[tuple[float, int]] = []
         self._weights: Mapping[str, Tensor] = {}
         self._version = 0
+        self._order = SleepOrder()
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "SimGenerateEngine":
@@ -124,6 +134,7 @@ class SimGenerateEngine:
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Sleep until a response ends or `wake` is set; return those that ended."""
+        assert self._order.is_awake, "step() while the engine sleeps"
         if (end := self._decoding.next_end) is not None:
             wake.wait(max(0.0, end - self._clock()))
         return [self._make_generation(self._running.pop(number)) for number in self._decoding.take_ended(self._clock())]
@@ -136,9 +147,33 @@ class SimGenerateEngine:
     def abort(self) -> None:
         self._running.clear()
         self._decoding = Decoding(self._config.decode_s, now=self._clock())
+        if not self._order.is_awake:
+            self._decoding.pause(self._clock())
         self._swaps.clear()
 
+    def sleep(self) -> None:
+        if self._order.note_sleep():
+            self._decoding.pause(self._clock())
+            self._weights = {}
+            time.sleep(self._config.switch_s / 2)
+
+    def wake(self, *parts: WakePart) -> None:
+        """Allocate; with the last part, compute the prompts and tokens of what runs again, in simulated time."""
+        for part in parts:
+            if self._order.note_wake(part) and self._order.is_awake:
+                time.sleep(self._config.switch_s / 2)
+                now = self._clock()
+                self._decoding.resume(now)
+                drawn = self._decoding.clock_at(now) * len(self._running) - sum(
+                    one.first for one in self._running.values()
+                )
+                num_tokens = drawn / max(1e-9, self._config.decode_s(1)) + sum(
+                    one.request.prompt_P.numel() for one in self._running.values()
+                )
+                self._decoding.stall_responses(self._config.prefill_s_per_token * num_tokens, now)
+
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        self._order.note_loaded()
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
     def weight_needs(self) -> Mapping[str, Need]:
@@ -168,9 +203,10 @@ class SimGenerateEngine:
 
 
 class SimFrozenModel:
-    """Returns the log-probabilities of the generation engine; implements `FrozenEngine`."""
+    """Returns the log-probabilities of the generation engine; implements `FrozenEngine` and `Sleeper`."""
 
     adopts_weights = True
+    resident_bytes = 0
 
     def __init__(self, config: SimConfig, *, s_per_token: float) -> None:
         self._config = config
@@ -198,9 +234,15 @@ class SimFrozenModel:
         """Return float32 [A] after the simulated time."""
         return _log_probs(self._s_per_token, batch)
 
+    def sleep(self) -> None:
+        """Nothing to free, and no time of its own: it sleeps with the trainer."""
+
+    def wake(self) -> None:
+        """Nothing to bring back."""
+
 
 class SimTrainEngine:
-    """Changes its parameters with every update; implements `TrainEngine`. `lr` is only reported.
+    """Changes its parameters with every update; implements `TrainEngine` and `SleepingTrainer`. `lr` is only reported.
 
     Building it is collective over the actor's default group.
     """
@@ -215,6 +257,7 @@ class SimTrainEngine:
             start, stop = (shape[0] * k // num_ranks for k in (rank, rank + 1))
             values = torch.zeros(stop - start, shape[1])
             self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
+        self._asleep = False
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "SimTrainEngine":
@@ -247,6 +290,22 @@ class SimTrainEngine:
 
     def zero_grad(self) -> None:
         """Nothing accumulates."""
+
+    def sleep(self) -> None:
+        self._switch(asleep=True)
+
+    def wake(self) -> None:
+        self._switch(asleep=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        return 0 if self._asleep else sum(shard.values.nbytes for shard in self._shards)
+
+    def _switch(self, *, asleep: bool) -> None:
+        if self._asleep != asleep:
+            self._asleep = asleep
+            time.sleep(self._config.switch_s / 2)
+            dist.barrier()
 
     def shards(self) -> Iterable[LocalShard]:
         return self._shards

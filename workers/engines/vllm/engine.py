@@ -21,7 +21,7 @@ from weightsync.receiver import Following
 from weightsync.slot_memory import Region, RegionLayout, SlotMemory
 from weightsync.version import Version
 from workers.data.model_files import max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, WakePart
 from workers.engines.lora import adapted_modules, peft_config
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import (
@@ -45,6 +45,7 @@ from workers.settings.vllm import VllmConfig
 #     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
 #     receive_while_paused: pause, resume .................  several ranks receive a broadcast
 #     load_weights: copy to a slot, pause, resume .........  map it, load layer by layer (evaluation)
+#     sleep; wake weights; load; wake the cache ...........  its own allocator frees and maps memory (level 2)
 #
 # With an adapter (`lora`), vLLM reads the base from the model's files, and a version is an adapter that replaces the
 # last one under the same id: responses that run are bound to that id, so they go on with the new one.
@@ -62,10 +63,12 @@ _STREAM_TOKENS = 8  # tokens of a response between two signs of progress
 
 
 class VllmEngine(TaskEngine):
-    """Generates responses with vLLM; implements `GenerateEngine`.
+    """Generates responses with vLLM; implements `SleepingGenerator`.
 
     Starts vLLM's process with random weights, so `load_weights` or `load_held` must come before `submit`, or, with
-    `reads_model`, with those of the model's files. Set `joins_groups` if its ranks are going to `follow_weights`.
+    `reads_model`, with those of the model's files. Set `joins_groups` if its ranks are going to `follow_weights`, and
+    `sleeps` if the engine is going to: only then vLLM allocates its memory so that it can be freed, and on the CPU,
+    where vLLM cannot, it only stops.
 
     Raises:
         ConfigError: vLLM is missing, or refuses the settings.
@@ -84,6 +87,7 @@ class VllmEngine(TaskEngine):
         joins_groups: bool = False,
         lora: LoraConfig | None = None,
         reads_model: bool = False,
+        sleeps: bool = False,
     ) -> None:
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         super().__init__(model_dir, model, sampling, max_len, lora)
@@ -101,13 +105,15 @@ class VllmEngine(TaskEngine):
         # know their version yet; it is filled in when a response is handed out.
         self._versions: dict[int, int] = {}
         self._load_number = self._begun_load = 0
+        self._num_aborts = 0  # how often vLLM ended all requests for a swap or a sleep
         self.version = 0
         self._no_swap = asyncio.Event()  # cleared while weights are swapped
         self._no_swap.set()
         adapters = NO_ADAPTERS if lora is None else adapter_arguments(lora, adapted_modules(self._needs))
         arguments = engine_arguments(
             model_dir, model, config, self._plan,
-            max_len=max_len, num_slots=sampling.batch_size, device=device, adapters=adapters, reads_model=reads_model,
+            max_len=max_len, num_slots=sampling.batch_size, device=device,
+            adapters=adapters, reads_model=reads_model, sleeps=sleeps,
         )  # fmt: skip
         self._loaded = reads_model
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
@@ -132,6 +138,7 @@ class VllmEngine(TaskEngine):
             joins_groups=setup.run.weightsync.path == "broadcast" and setup.follows_policy,
             lora=setup.adapter,
             reads_model=not setup.follows_policy,
+            sleeps=setup.takes_turns,
         )
 
     @property
@@ -186,6 +193,7 @@ class VllmEngine(TaskEngine):
         return all(self._call_ranks("hold_weights", list(version)))
 
     def load_held(self) -> None:
+        self._order.note_loaded()
         self._load_update({})
         self._loaded = True
 
@@ -206,6 +214,19 @@ class VllmEngine(TaskEngine):
                 self._no_swap.set()
 
         self._tasks.run_coroutine(receive(), what="vLLM's ranks to receive weights", timeout_s=timeout_s)
+
+    def sleep(self) -> None:
+        half_awake = not self._order.is_awake
+        if self._order.note_sleep():
+            self._run(self._fall_asleep(half_awake=half_awake), what="vLLM to sleep")
+
+    def wake(self, *parts: WakePart) -> None:
+        for part in parts:
+            if self._order.note_wake(part):
+                self._run(self._wake_part(part), what=f"vLLM to wake its {part}")
+
+    def _run(self, coroutine: Coroutine[Any, Any, None], *, what: str) -> None:
+        self._tasks.run_coroutine(coroutine, what=what, timeout_s=self._config.swap_timeout_s)
 
     def close(self) -> None:
         if self._llm is not None:
@@ -231,8 +252,7 @@ class VllmEngine(TaskEngine):
 
     def _load_update(self, update: dict[str, object]) -> None:
         number = self._load_number + 1
-        swap = self._swap_weights(update, number)
-        self._tasks.run_coroutine(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
+        self._run(self._swap_weights(update, number), what="vLLM to load weights")
         if not self._tasks.num_running:
             self._versions = {}
         self._load_number = number
@@ -277,14 +297,14 @@ class VllmEngine(TaskEngine):
         try:
             while True:
                 await self._no_swap.wait()
-                load_number = self._begun_load
+                load_number, num_aborts = self._begun_load, self._num_aborts
                 completion = await self._draw(request, tokens, load_number)
                 drawn = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
                 tokens += drawn
                 log_probs += completion.logprobs.logprobs if drawn else ()
                 spans = _spans(getattr(completion, "weight_versions", None), len(drawn), load_number)
                 loads += [load for load, size in spans for _ in range(size)]
-                if completion.finish_reason != "abort" or self._begun_load == load_number:
+                if completion.finish_reason != "abort" or self._num_aborts == num_aborts:
                     break
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
@@ -363,16 +383,15 @@ class VllmEngine(TaskEngine):
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._no_swap.clear()
-        # "abort" ends what runs, with the tokens drawn so far. Responses go on after the swap: meanwhile vLLM would
-        # take their requests for work left, and never be paused. No request is on its way to vLLM here: they are sent
-        # in the first step of their tasks, which began before this one.
-        mode = "keep" if self._tells_versions else "abort"
         version = {"weight_version": str(number)}
         if not self._tells_versions:
             version = {}
+        asleep = not self._order.is_awake
         try:
-            await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
+            if not asleep:
+                self._no_swap.clear()
+                mode = self._note_pause()
+                await self._llm.pause_generation(mode=mode, clear_cache=self._sampling.on_swap != "keep")
             if self._lora is None:
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
@@ -382,10 +401,43 @@ class VllmEngine(TaskEngine):
                 await self._llm.collective_rpc("load_adapter", args=(update,))
                 if self._tells_versions:  # vLLM counts weights only: the adapter's version is told to it
                     await self._llm.update_weight_version(str(number))
+            if asleep:  # nothing may be scheduled before the cache is back
+                return
             await self._llm.resume_generation()
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
         self._no_swap.set()
+
+    def _note_pause(self) -> str:
+        """Return what vLLM is to do with running requests while it swaps or sleeps."""
+        # "abort" ends what runs, with the tokens drawn so far. Responses go on after the swap: meanwhile vLLM would
+        # take their requests for work left, and never be paused. No request is on its way to vLLM here: they are sent
+        # in the first step of their tasks, which began before this one.
+        if self._tells_versions:
+            return "keep"
+        self._num_aborts += 1
+        return "abort"
+
+    async def _fall_asleep(self, *, half_awake: bool) -> None:
+        # Level 2 drops weights and cache, and vLLM's prefix cache with them. New requests wait on this side: a vLLM
+        # before 0.29 schedules as soon as the weights wake, when it has requests and no memory for their keys.
+        self._no_swap.clear()
+        try:
+            if half_awake and not self._tells_versions:
+                # It takes no second sleep while its cache sleeps. Nothing runs in it, see `_note_pause`.
+                await self._llm.wake_up(tags=[WakePart.KV_CACHE.value])
+            # vLLM's own default, "abort", would end all responses.
+            await self._llm.sleep(level=2, mode=self._note_pause())
+        except Exception as error:
+            raise EngineFailed(f"vLLM could not sleep ({error}); the log above says why") from error
+
+    async def _wake_part(self, part: WakePart) -> None:
+        try:
+            await self._llm.wake_up(tags=[part.value])  # with the last one, vLLM resumes its scheduler
+        except Exception as error:
+            raise EngineFailed(f"vLLM could not wake its {part} ({error}); the log above says why") from error
+        if self._order.is_awake:
+            self._no_swap.set()
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:

@@ -100,6 +100,7 @@ def engine_arguments(
     device: torch.device,
     adapters: Mapping[str, Any] = NO_ADAPTERS,
     reads_model: bool = False,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`; `adapters`: see `adapter_arguments`."""
     on_cpu = device.type == "cpu"
@@ -129,6 +130,8 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
         **adapters,
+        # Weights and cache in memory that can be unmapped; a vLLM for the CPU refuses it.
+        **({"enable_sleep_mode": True} if sleeps and not on_cpu else {}),
         **config.engine_args,
     }
 

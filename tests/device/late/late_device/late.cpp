@@ -300,6 +300,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     c10::DeviceGuard guard(storage.device());
+    // To nothing or from it, as on the vendors' devices: what is freed is read until its stream gets there.
+    if (!size || !storage.nbytes()) {
+      storage.unsafeGetStorageImpl()->set_data_ptr_noswap(
+          size ? device_allocator.allocate(size) : c10::DataPtr(nullptr, storage.device()));
+      storage.unsafeGetStorageImpl()->set_nbytes(size);
+      return;
+    }
     {
       Lock lock(mutex);
       run_device(current_device);
