@@ -300,7 +300,7 @@ class Screen:
 _SPARKS = 24
 _TIMED_STEPS = 10
 _LEVELS = {True: "▁▂▃▄▅▆▇█", False: "_.-=+*%#"}
-_BAR = {True: "━─", False: "#."}
+_BAR = {True: ("━", "─"), False: ("#", ".")}
 _CUT = {True: "…", False: "~"}
 
 

@@ -61,7 +61,7 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
     context: Any = SimpleNamespace(
         config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
         job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
-        reporting=lambda state: said.append(state) or nullcontext(),
+        reporting=lambda state: said.append(state) or nullcontext(), report_state=lambda *_: None,
     )  # fmt: skip
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
     said: list[str] = []
@@ -89,7 +89,7 @@ def test_reference_without_rows_takes_a_later_one_when_its_own_is_gone(
     context: Any = SimpleNamespace(
         config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
         job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
-        reporting=lambda _: nullcontext(),
+        reporting=lambda _: nullcontext(), report_state=lambda *_: None,
     )  # fmt: skip
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
     late = ReferencePolicy(context)

@@ -40,7 +40,7 @@ def own_code_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 def models_are_proven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the models here are a few, so that none could be proven; `test_model_proof` looks at the check."""
     if request.path.stem != "test_model_proof":
-        monkeypatch.setattr("launcher.checks.preflight.check_proven", lambda config, roles: None)
+        monkeypatch.setattr("launcher.checks.preflight.check_proven", lambda *_: None)
 
 
 @pytest.fixture
