@@ -58,6 +58,7 @@ class VllmLoraAdapter(VllmAdapter):
 
     name = "vllm-lora"
     lora = LoraConfig(rank=4, alpha=6)
+    tolerance = 2e-4  # the adapted weights are larger than those of the plain model; some tokens are 1.1e-4 apart
 
 
 class VllmLoraTensorParallelAdapter(VllmLoraAdapter):

@@ -78,8 +78,12 @@ class OpenAIEngine(TaskEngine):
         self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call_in_loop(self._connect_servers, what="connections", timeout_s=config.timeout_s)
-        served = ServedWeights if lora is None or config.update != "vllm" else ServedAdapter
-        self._weights = [served(server, timeout_s=config.update_timeout_s) for server in self._servers]
+        self._weights: list[ServedWeights | ServedAdapter] = [
+            ServedWeights(server, timeout_s=config.update_timeout_s)
+            if lora is None or config.update != "vllm"
+            else ServedAdapter(server, timeout_s=config.update_timeout_s)
+            for server in self._servers
+        ]
         first = self._servers[0]
         self._served = config.model or self._run_with_retries(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s

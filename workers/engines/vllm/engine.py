@@ -273,9 +273,8 @@ class VllmEngine(TaskEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         tensors = msgspec.to_builtins(self._layout.plan.tensors)
-        lora, adapter = self._lora, {}
-        if lora is not None:
-            adapter = peft_config(lora, adapted_modules(self._needs), base="")
+        lora, modules = self._lora, adapted_modules(self._needs)
+        adapter = {} if lora is None else peft_config(lora, modules, base="")
         request = WeightTransferInitRequest(
             init_info={"logits_scale": self._plan.logits_scale, "tensors": tensors, "adapter": adapter}
         )
