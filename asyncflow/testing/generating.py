@@ -364,8 +364,8 @@ def test_each_request_has_its_own_limit(lab: Lab) -> None:
             assert response.truncated == (one.truncated or len(one.response_R) > limit)
 
 
-def test_it_draws_as_the_last_settings_say(lab: Lab) -> None:
-    engine = lab.engine
+def test_it_draws_as_the_last_settings_say(model_lab: Lab) -> None:
+    lab, engine = model_lab, model_lab.engine
     if not isinstance(engine, ResamplingEngine):
         pytest.skip("it draws in one way")
     requests = [replace(one, max_tokens=4) for one in lab.requests(4)]

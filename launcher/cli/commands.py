@@ -334,7 +334,8 @@ def evaluate_command(
 ) -> None:
     """Answer held-out prompts with a model, without training.
 
-    Prints accuracy with its interval, and pass@k where there are several responses per prompt.
+    Use it to compare models or checkpoints: prints accuracy with its interval, and pass@k where there are several
+    responses per prompt.
     MODEL is a model's directory, OWNER/NAME on the Hub, a run (its newest checkpoint) or a checkpoint. CONFIG, a file
     or a recipe, says with section evaluate on which prompts; a run has its own.
     """

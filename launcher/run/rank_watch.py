@@ -77,6 +77,8 @@ class RankWatch:
                 self._monitor.hear((gang, rank), now)
                 silences[gang, rank] = 0.0
             silent_s = silences[gang, rank]
+            if status.waits:  # for devices that another role has: its start goes on when it gets them
+                self._starting[gang, rank] = now
             start_s = 0.0 if status.at_work else now - self._starting.setdefault((gang, rank), now)
             if silent_s > self._silence_timeout_s:
                 why = f"no sign of life for {silent_s:.0f} s; last: {status.state}"

@@ -40,6 +40,7 @@ _WAITS = {
     "wait for devices": "waiting for devices",
     "asleep": "waiting for devices",
 }
+_DEVICES = "waiting for devices"
 CATEGORIES = ("busy", *dict.fromkeys(_WAITS.values()), "other")
 _HEADINGS = {
     category: ("waits", category.removeprefix("waiting for ")) if category in _WAITS.values() else ("", category)
@@ -208,7 +209,10 @@ def _rollout_of(span: Span) -> object:
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
     """Return the account as a table for a terminal, in percent; it fits 80 columns unless a role's name does not."""
     names = max(12, *(len(role) + 1 for role in account)) if account else 12
-    columns = [(name, *_HEADINGS[name], max(9, len(_HEADINGS[name][1]) + 2)) for name in CATEGORIES]
+    # Few runs have roles that wait for devices.
+    shown = [name for name in CATEGORIES if name != _DEVICES or any(shares[name] for shares in account.values())]
+    width = 9 if len(shown) < len(CATEGORIES) else 8
+    columns = [(name, *_HEADINGS[name], max(width, len(_HEADINGS[name][1]) + 1)) for name in shown]
     lines = [
         "".join([" " * names, *(above.rjust(width) for _, above, _, width in columns)]).rstrip(),
         "".join(["% of time".ljust(names), *(below.rjust(width) for _, _, below, width in columns)]),

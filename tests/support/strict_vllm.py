@@ -119,7 +119,9 @@ class StrictLlm:
     def shutdown(self, timeout: float = 0.0) -> None:
         return None
 
-    async def generate(self, prompt: Any, parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         if self.asleep and not self.paused:
             raise Refused("a request comes to a scheduler that is not paused and has no memory")
         assert name not in self.running, "vLLM refuses a name that is in use"

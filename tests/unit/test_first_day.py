@@ -69,6 +69,8 @@ def check(line: str) -> None:
     if words[0] in ("asyncflow", "asyncflow-launch"):
         given = parse(words)
         name, overrides = given.get("config"), given.get("overrides", ())
+        if isinstance(name, tuple):  # of a launch, with `sft` in front of it or not
+            name = name[-1] if name else None
         assert name is None or isinstance(name, str)
         assert isinstance(overrides, tuple)
         quickstart = find_recipe("quickstart").parent / "quickstart"

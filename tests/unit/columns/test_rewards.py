@@ -33,7 +33,7 @@ def open_task(config: RunConfig, failures: list[str] | None = None) -> Rewards:
     failures = [] if failures is None else failures
     context: Any = SimpleNamespace(
         config=config, device=CPU, rank=0, reward_failed=failures.append,
-        load_tokenizer=lambda: load_tokenizer(Path(config.model.path)),
+        load_tokenizer=lambda: load_tokenizer(Path(config.model.path)), report_state=lambda *_: None,
     )  # fmt: skip
     return Rewards(context)
 

@@ -129,7 +129,8 @@ def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     apart, together = (memory_of_roles(config, QWEN_7B) for config in (separate, colocated))
     more = {role: sum(together[role].values()) - sum(apart[role].values()) for role in together}
     assert more == {"rollout": RUNTIME, "actor": RUNTIME}
-    assert state_of_roles(colocated, QWEN_7B.num_parameters)["actor"] == 16 * QWEN_7B.num_parameters
+    number = QWEN_7B.num_parameters
+    assert state_of_roles(colocated, number, number)["actor"] == 16 * number
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:

@@ -218,7 +218,9 @@ class Vllm:
         self.tokens, self.engine, self.swap_after = tokens, engine, swap_after
         self.sent, self.dropped = 0, False
 
-    async def generate(self, prompt: object, parameters: object, name: str) -> AsyncGenerator[Any, None]:
+    async def generate(
+        self, prompt: object, parameters: object, name: str, *, lora_request: Any = None
+    ) -> AsyncGenerator[Any, None]:
         try:
             for end in range(2, len(self.tokens) + 1, 2):
                 self.sent = end
@@ -246,7 +248,8 @@ def vllm_response(monkeypatch: pytest.MonkeyPatch, stop: StopStrings | None, swa
         monkeypatch.setattr(sys.modules[names[-1]], error, type(error, (Exception,), {}), raising=False)
     engine = VllmEngine.__new__(VllmEngine)
     made: Any = engine
-    made._begun_load, made._tasks = 1, SimpleNamespace(note_progress=lambda: None)
+    made._begun_load, made._num_aborts, made._lora = 1, 0, None
+    made._tasks = SimpleNamespace(note_progress=lambda: None)
     made._tells_versions, made._no_swap = True, asyncio.Event()
     made._no_swap.set()
     made._parameters = lambda request, before: None

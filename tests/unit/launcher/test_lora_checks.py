@@ -33,6 +33,9 @@ def configure(*settings: str, roles: str = "rollout:1,actor:1") -> RunConfig:
     return load_config(find_recipe("quickstart"), overrides=own, roles=roles)
 
 
+PLACED = "roles={rollout: 1, actor: 1, ref: 2}"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -43,7 +46,7 @@ def configure(*settings: str, roles: str = "rollout:1,actor:1") -> RunConfig:
             "^lora.modules_to_save: cannot be used with one actor rank and actor.autocast bfloat16",
         ),
         (
-            ("algorithm.kl_coef=0.1", "algorithm.ref_update_interval=2"),
+            ("algorithm.kl_coef=0.1", "algorithm.ref_update_interval=2", "ref.engine=megatron", PLACED),
             "^weightsync.lora: adapter cannot be used with algorithm.ref_update_interval",
         ),
         (

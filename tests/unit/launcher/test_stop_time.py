@@ -33,6 +33,7 @@ def checked(parameters: int, *, engine: str = "fsdp", nodes: int = 1, critic: bo
         algorithm=SimpleNamespace(has_critic=critic),
         checkpoint=CheckpointConfig(**own),
         sim=SimpleNamespace(parameters=parameters),
+        lora=None,
     )
     return cast(Preflight, SimpleNamespace(config=config, num_parameters=parameters, num_nodes=nodes))
 

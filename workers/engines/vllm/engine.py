@@ -162,11 +162,13 @@ class VllmEngine(TaskEngine):
     @cached_property
     def _adapter(self) -> Any:
         """What binds a request to the adapter that the ranks hold, whichever version it is; None: to whole weights."""
+        if self._lora is None:
+            return None
         from vllm.lora.request import LoRARequest
 
         # Not with `load_inplace`: vLLM would read the adapter again in every step. The path leads nowhere, so that an
         # adapter that a rank does not hold is an error.
-        return None if self._lora is None else LoRARequest(ADAPTER, ADAPTER_ID, "/held-by-the-ranks")
+        return LoRARequest(ADAPTER, ADAPTER_ID, "/held-by-the-ranks")
 
     @cached_property
     def _tells_versions(self) -> bool:
