@@ -1,6 +1,7 @@
 """Roles that take turns on the same devices (`--roles rollout+actor:N`), beside roles with devices of their own.
 
-    python benchmarks/colocated [--json [FILE]] [--short] [--only PART ...] [--kills N] [--seed N]
+    python benchmarks/colocated [--json [FILE]] [--short] [--only PART ...] [--kills N] [--seed N] [--predicted]
+                                [--plot FILE]
 
     separate   colocated_vs_separate_max_abs    the parameters of a colocated run minus those of a separated one
     turns      turn_overhead                    time that passing the turn takes, without copies, as a share of a step
@@ -72,12 +73,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="default: all")
     parser.add_argument("--kills", type=int, default=10, help="in the part `kills`")
     parser.add_argument("--seed", type=int, default=0, help="of who is killed, and when")
+    parser.add_argument("--predicted", action="store_true", help="in the part `ideal`: only compare predictions")
+    parser.add_argument("--plot", type=Path, help="in the part `ideal`: draw the ratios into this file")
     given = parser.parse_args()
     need("psutil")
     with tempfile.TemporaryDirectory(prefix="colocated-") as directory:
         figures, problems = measure(
             [part for part in PARTS if part in given.only],
             short=given.short, num_kills=given.kills, seed=given.seed, directory=Path(directory).resolve(),
+            launched=not given.predicted, plot=given.plot,
         )  # fmt: skip
     machine = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
     report(given.json, {**figures, "problems": problems, "machine": machine}, "\n".join([table(figures), *problems]))

@@ -153,7 +153,14 @@ def _colocated_s(planner: Planner, devices: int) -> float:
     config = with_changes(planner.config, changes)
     sizes = {int(str(layout["vllm.tensor_parallel_size"])) for layout in planner.model_layouts()}
     able = [with_changes(config, {"vllm.tensor_parallel_size": size}) for size in sorted(sizes)]
+    planner = _of_rival(planner)
     return min(_best_s(planner, each) for each in _in_turns(planner, able, devices))
+
+
+def _of_rival(planner: Planner) -> Planner:
+    """Return a planner of frameworks that gather new weights on the devices that generate."""
+    assert planner.costs is not None
+    return replace(planner, costs=replace(planner.costs, hands_over=True))
 
 
 def _in_turns(planner: Planner, configs: Iterable[RunConfig], devices: int) -> list[RunConfig]:
@@ -266,7 +273,7 @@ def _periodic(directory: Path, say: Say) -> Iterator[Row]:
 
 def _best_in_turns(case: _Case, config: RunConfig, devices: int) -> float:
     """Return the trained tokens per second and device of a colocated run with the best of all layouts."""
-    planner = open_planner(config, devices=devices, device=_NODES_OF_8)
+    planner = _of_rival(open_planner(config, devices=devices, device=_NODES_OF_8))
     layouts = (with_changes(config, layout) for layout in planner.model_layouts())
     best = min(_in_turns(planner, layouts, devices), key=planner.bound_s)
     return case.tokens / case.steps / _best_s(planner, best) / devices

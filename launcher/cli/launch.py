@@ -17,7 +17,11 @@ Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped
 
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 @click.argument("config", required=False)
-@click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2; auto:14 plans.")
+@click.option(
+    "--roles",
+    metavar="R:N,...",
+    help="Ranks per role, e.g. rollout:8,actor:4,ref:2; rollout+actor:8 share devices; auto:14 plans.",
+)
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--run-dir", metavar="DIR", help="Run directory.  [default: runs/NAME-TIMESTAMP]")
 @click.option("--resume", metavar="latest|DIR", help="Continue a run, or from one of its checkpoints.")

@@ -490,7 +490,7 @@ def split_roles(roles: Mapping[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ..
     split: dict[Any, Any] = {}
     joint: tuple[str, ...] = ()
     for name, count in roles.items():
-        parts = str(name).split("+")
+        parts = [part.strip() for part in str(name).split("+")]
         if len(parts) == 1:
             parts = [name]
         else:

@@ -138,6 +138,10 @@ AT_START: Rules = {
     "schedule.mode: {schedule.mode} cannot be used with roles rollout+actor, which never generate and train at the "
     "same time; set schedule.mode to colocate_async, which takes new weights in the middle of responses, "
     "too": lambda run: run.is_colocated and run.schedule.mode is ScheduleMode.SUBSTEP,
+    "rollout.on_swap: finish cannot be used with schedule.mode {schedule.mode}, which interrupts responses and goes on "
+    "with newer weights; set rollout.on_swap to recompute, or schedule.mode to async": lambda run: (
+        run.schedule.mode.interrupts_for_turns and run.rollout.on_swap == "finish"
+    ),
     "weightsync.path: {weightsync.path} cannot be used with roles rollout+actor, of which one has no device memory "
     "while the other works; leave it out": lambda run: run.is_colocated and run.weightsync.path == "broadcast",
     "weightsync.max_updating: cannot be used with roles rollout+actor, whose instances wake together; set it to "

@@ -15,9 +15,9 @@
     AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
     new weights        from host to host over TCP, once a node; then to the devices, while an instance draws nothing;
                        then the keys and values of what it draws are computed again (`rollout.on_swap: recompute`)
-    colocated roles    a switch moves a rank's training state (parameters, gradients, optimizer, copies that it scores
-                       with) between device and host; the way back to the generator also gathers the new weights among
-                       the trainer's ranks and writes them where the generator reads them, on the device
+    colocated roles    a switch moves a rank's training state (parameters, optimizer, copies that it scores with)
+                       between device and host; the way back also loads the new weights, as a swap does; a generator
+                       that sleeps drops its own, and keys and values, and computes those of what runs again
 
 Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
 as fast as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists all
@@ -192,6 +192,9 @@ class CostModel:
     """Measured durations; what the profile lacks is estimated."""
     reward_model: ModelSizes | None = None
     """Sizes of the model in the role `reward`, if there is one; its durations are always estimated."""
+    hands_over: bool = False
+    """Colocated roles: new weights change hands on the devices, as in a framework with one process for both; False:
+    through the host, as in a run of ours."""
 
     @property
     def at_full_speed(self) -> float:
@@ -244,22 +247,21 @@ class CostModel:
     @property
     def _switches_s(self) -> tuple[float, float]:
         """Return how long the turn takes from rollout to actor, and back (s)."""
-        # A generator that sleeps drops its weights and its cache, which copies nothing.
         parts = memory_of_roles(self.config, self.model).get("actor", {})
-        state = sum(size for name, size in parts.items() if name in STATE)
-        return self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + self._handed_over_s
+        # Between two steps gradients are empty, and bfloat16 copies are made anew.
+        state = sum(parts.get(name, 0) for name in STATE if name not in ("gradients", "bfloat16 copy"))
+        loaded_s = self._handed_over_s if self.hands_over else self._load_s
+        return self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + loaded_s
 
     @property
     def _handed_over_s(self) -> float:
-        """The time in which a colocated trainer's weights reach the generator's memory on the same devices (s)."""
-        config, copy = self.config, self._weight_bytes / self.config.ranks_per_copy("rollout")
-        if self.device.shared_by:  # through shared memory, as between separate processes
-            return self._copy_s(COPY_OUT, self._weight_bytes / config.roles["actor"]) + self._copy_s(COPY_IN, copy)
-        ranks = config.actor.fsdp_size or config.roles["actor"]
+        """The time in which the trainer's ranks gather weights, and write them where the generator reads them (s)."""
+        config, ranks = self.config, self.config.actor.fsdp_size or self.config.roles["actor"]
         if config.actor.engine == "megatron":
             layout = config.actor.megatron.layout(config.roles["actor"])
             ranks = layout.tensor * layout.stages
-        return self._exchange_s("all_gather", self._weight_bytes, ranks) + self._written_s(copy)
+        written_s = self._written_s(self._weight_bytes / config.ranks_per_copy("rollout"))
+        return self._exchange_s("all_gather", self._weight_bytes, ranks) + written_s
 
     def _written_s(self, size: float) -> float:
         """Return the time to copy `size` bytes inside a device: read once, written once (s)."""
@@ -268,7 +270,7 @@ class CostModel:
     def _latency(self) -> Latency:
         """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
         house, copied_s = Latency(), self._copy_s(COPY_OUT, self._weight_bytes / self.config.roles["actor"])
-        if self.config.is_colocated and "actor_fwd" not in self.config.roles:  # weights change hands in the switch
+        if self.config.is_colocated and self.hands_over:
             return house
         # Trainer and receivers wait for a broadcast; agents fetch beside all that computes.
         broadcasts = self.config.weightsync.path == "broadcast"

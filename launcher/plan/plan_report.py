@@ -223,6 +223,11 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
         f"why: {busiest} is the bottleneck (idle {100 * best.idle[busiest]:.0f} %); with this layout no step on these "
         f"devices is shorter than {best.bound_s:.3g} s"
     )
+    if best.config.is_colocated:
+        times = planner.times(best.config)
+        lines.append(
+            f"  a switch takes {times.to_actor_s:.3g} s to the actor, {times.to_rollout_s:.3g} s back to the rollout"
+        )
     for role, step_s in more.items():
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
     if others:

@@ -60,6 +60,8 @@ class Latency:
         publish_s: for which publishing holds up the trainer, including records and peers at the end of a step.
         request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, in all processes of the
             queue and in the client. It only counts where they share the machine with the workers.
+        turn_s: colocated roles: for which a turn has no holder, beside sleeping and waking: messages, and how long a
+            side looks whether more rows come.
     """
 
     # docs/performance.md measures six hops after a pause at 2.4 ms on two cores, and Python between micro-batches at
@@ -73,6 +75,7 @@ class Latency:
     publish_s: float = 0.015
     round_s: float = 0.0075
     request_s: float = 0.001
+    turn_s: float = 0.025
 
 
 @dataclass(frozen=True)

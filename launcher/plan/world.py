@@ -768,7 +768,8 @@ class Instance:
     def has_work(self) -> bool:
         """Whether it draws, or would if it had the devices. Rollouts in their tools are none."""
         draws = self._num_drawing or self._calls or self._waiting
-        return bool(draws or self._coming or self._swapping or max(0, self._needed) > self._version)
+        loads = self._ready >= max(0, self._needed) > self._version
+        return bool(draws or self._coming or self._swapping or loads)
 
     def sleep(self) -> None:
         """Stop where it is: responses keep their tokens, not their keys and values."""
@@ -782,7 +783,7 @@ class Instance:
     def wake(self) -> None:
         """Go on with the newest weights, after computing keys and values of what runs again."""
         self.asleep = False
-        self._version = self._ready = max(self._ready, self._world.version)
+        self._version = self._ready
         self._decoding.resume(self._world.worked)
         if self._drawing:
             self._busy_since = self._world.now
@@ -1035,7 +1036,7 @@ class SimulatedTurn:
                 case TurnGranted():
                     self._asked.discard(said.gang)
                     switch_s = times.to_actor_s if gang is self._actor else times.to_rollout_s
-                    world.schedule_after(switch_s, partial(self._wake, gang))
+                    world.schedule_after(switch_s + times.latency.turn_s, partial(self._wake, gang))
                 case TurnWanted():
                     self._wanted.add(said.gang)
                     world.schedule_after(0.0, partial(self.give_if_wanted, gang))

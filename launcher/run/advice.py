@@ -228,8 +228,9 @@ def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
         plan = read_plan(run_dir)
         # A plan for other roles is not this run's.
-        step_s = plan.get("step_s")
-        return float(step_s) if plan.get("roles") == config.roles and isinstance(step_s, int | float) else None
+        step_s, same = plan.get("step_s"), plan.get("roles") == config.roles
+        same = same and plan.get("colocated", []) == list(config.colocated)
+        return float(step_s) if same and isinstance(step_s, int | float) else None
     try:
         return open_planner(config, devices=config.num_devices, device=None).step_s()
     except ConfigError:

@@ -177,3 +177,19 @@ def test_what_only_another_host_lacks_is_told_by_node_0(two_hosts: list[Host], t
     assert first.startswith("Error: node 1 (host-1): reward.function: no module 'my_reward'")
     assert second in (first, first.replace("node 1 (host-1): ", ""))
     assert not run_dir.exists()
+
+
+@pytest.mark.timeout(900)
+def test_roles_take_turns_on_devices_of_several_hosts(permitted: None, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with some_hosts(2) as hosts:
+        launchers = launch(hosts, "--run-dir", run_dir, "--steps", 3, *SMALL, "--roles", "rollout+actor:4")
+        begun(run_dir, launchers, 1)
+        job = Job.load(run_dir)
+        results = ends(launchers, 280)
+    assert [code for code, _ in results] == [0, 0], results
+    assert job.gang("actor").nodes == (0, 0, 1, 1)
+    assert [job.gang(f"rollout-{k}").nodes for k in range(4)] == [(0,), (0,), (1,), (1,)]
+    check_ledger(run_dir, 3)
+    told = (run_dir / "logs" / "launcher.log").read_text()
+    assert all(f"TurnGranted(gang='{gang}'" in told for gang in ("actor", *(f"rollout-{k}" for k in range(4))))

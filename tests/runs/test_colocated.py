@@ -69,6 +69,24 @@ def test_held_out_prompts_are_answered_in_turns_too(tmp_path: Path) -> None:
     command.check_ledger(tmp_path / "run", groups_per_step=32, last=4)
 
 
+@pytest.mark.parametrize("mode", ["periodic", "async"])
+def test_rows_that_a_storage_unit_took_with_it_are_generated_in_the_rollouts_turn(tmp_path: Path, mode: str) -> None:
+    """The actor may wait for them in the middle of a step: then it sleeps with its gradients."""
+    bound = 0 if mode == "periodic" else 1
+    with command.started(
+        "--run-dir", "run", "--steps", "12", "--roles", "rollout+actor:2", "--set", f"schedule.mode={mode}",
+        "--set", f"schedule.max_staleness={bound}", "--set", "algorithm.kl_coef=0", "--set", "checkpoint.interval=0",
+        cwd=tmp_path,
+    ) as process:  # fmt: skip
+        for step in (2, 5, 8):
+            command.wait_until(
+                lambda step=step: command.last_step(tmp_path / "run") >= step, f"step {step}", deadline_s=100
+            )
+            command.kill_gang(process.pid, tmp_path / "run", "storage-0")
+        assert process.wait(command.DEADLINE_S) == 0, process.communicate()
+    command.check_ledger(tmp_path / "run", groups_per_step=32, last=12)
+
+
 def test_rollouts_that_wait_for_tools_give_the_devices_away(tmp_path: Path) -> None:
     done = command.run(
         "quickstart-tools", "--roles", "rollout+actor:1", "--steps", "4", "--run-dir", "run", cwd=tmp_path

@@ -328,6 +328,8 @@ class RolloutLoop:
                 self._wake.clear()
                 if turn.wanted or context.stopping.is_set():
                     break
+        if self._weights.abandoned:
+            self._abandon_rollouts()
         with context.timeline.span("wake up"):
             engine.wake(WakePart.WEIGHTS)
             self._awake = self._weights.load_newest(again=True)

@@ -16,7 +16,6 @@ from launcher.plan.cost_model import find_device
 from launcher.plan.plan_report import model_sizes, open_planner, plan_text
 from launcher.plan.search import (
     Candidate,
-    Plan,
     Planner,
     _next,
     batch_sizes,
@@ -158,29 +157,29 @@ def test_a_hosted_reference_may_get_a_rank_of_its_own() -> None:
 
 
 def test_rollout_and_actor_share_devices_where_turns_are_faster() -> None:
-    def plans(switch_s: float) -> list[Plan]:
+    def planner(switch_s: float) -> Planner:
         run = sim_run(lengths="constant", train_s_per_token=0.002, switch_s=switch_s)
-        return open_planner(
-            with_schedule(run, mode=ScheduleMode.SYNC, max_staleness=0), devices=8, device=None
-        ).find_plans()
+        return open_planner(with_schedule(run, mode=ScheduleMode.SYNC, max_staleness=0), devices=8, device=None)
 
-    in_turn = plans(0.0)
-    assert in_turn[0].config.is_colocated
-    assert re.fullmatch(r"rollout\+actor:6(,ref:\d)?", in_turn[0].roles_text)
-    assert in_turn[0].num_devices <= 8
-    assert in_turn[0].values()["colocated"] == ["rollout", "actor"]
-    assert any(not plan.config.is_colocated for plan in in_turn)
-    assert not plans(60.0)[0].config.is_colocated
+    best = planner(0.0).find_plans()[0]
+    assert re.fullmatch(r"rollout\+actor:6(,ref:\d)?", best.roles_text)
+    assert best.num_devices <= 8
+    assert best.values()["colocated"] == ["rollout", "actor"]
+    apart = replace(planner(0.0), colocated=False).find_plans()[0]
+    assert not apart.config.is_colocated
+    assert best.step_s < apart.step_s
+    assert planner(60.0).find_plans()[0].roles_text == apart.roles_text
 
 
 def test_the_plan_of_colocated_roles_says_which_share_devices() -> None:
-    config = with_schedule(sim_run(train_s_per_token=0.002), mode=ScheduleMode.COLOCATE_ASYNC)
+    config = with_schedule(sim_run(train_s_per_token=0.002, switch_s=0.25), mode=ScheduleMode.COLOCATE_ASYNC)
     planner = open_planner(config, devices=8, device=None)
     plans = planner.find_plans()
     assert all(plan.config.is_colocated for plan in plans)  # the schedule has no other form
     more = planner.one_more(plans[0])
     text = plan_text(planner, plans, more)
     assert f"--roles {plans[0].roles_text}" in text
+    assert "a switch takes 0.25 s to the actor, 0.25 s back to the rollout" in text
     assert re.search(r"rollout\+actor:6 \(\d+ %\)", text)
     assert any(role.startswith("rollout+actor:") for role in more)
 

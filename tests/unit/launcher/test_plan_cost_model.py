@@ -1,6 +1,7 @@
 """What computing takes on a device, by FLOPs, bytes and traffic; and the catalogue of devices."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,19 +126,23 @@ def test_a_broadcast_holds_up_the_trainer_and_instances_read_it_from_their_own_m
     assert sent.latency.transfer_s == Latency().transfer_s
 
 
-def test_a_switch_of_colocated_roles_moves_the_trainers_state_and_hands_over_new_weights(qwen: RunConfig) -> None:
+def test_a_switch_of_colocated_roles_moves_the_trainers_state_and_loads_new_weights(qwen: RunConfig) -> None:
     shared = changed(
         qwen.model_copy(update={"roles": {"rollout": 8, "actor": 8}, "colocated": COLOCATED}), engine="fsdp"
     )
-    times, number = cost_model(shared).estimate_times(), parameters_of(QWEN_7B)
-    # A rank's weights, gradients and moments in float32, and the reference, which it hosts whole
-    state_s = (16 / 8 + 2) * number / (64e9 * 0.7)
-    gathered_s, written_s = 2 * number * 7 / 8 / (450e9 * 0.7), 2 * 2 * number / (3350e9 * 0.7)
+    costs, number = cost_model(shared), parameters_of(QWEN_7B)
+    times = costs.estimate_times()
+    # A rank's weights and moments in float32, and the reference, which it hosts whole; two bytes for each new weight
+    state_s, loaded_s = (12 / 8 + 2) * number / (64e9 * 0.7), 2 * number / (64e9 * 0.7)
     assert times.to_actor_s == pytest.approx(state_s)
-    assert times.to_rollout_s == pytest.approx(state_s + gathered_s + written_s)
-    assert times.latency == Latency()  # nothing goes through the host, or to other nodes
+    assert times.to_rollout_s == pytest.approx(state_s + loaded_s)
+    assert times.latency.publish_s == pytest.approx(Latency().publish_s + loaded_s / 8)
     apart = cost_model(shared.model_copy(update={"colocated": ()})).estimate_times()
     assert (apart.to_actor_s, apart.to_rollout_s) == (0.0, 0.0)
+    rival = replace(costs, hands_over=True).estimate_times()
+    gathered_s, written_s = 2 * number * 7 / 8 / (450e9 * 0.7), 2 * 2 * number / (3350e9 * 0.7)
+    assert rival.to_rollout_s == pytest.approx(state_s + gathered_s + written_s)
+    assert rival.latency == Latency()  # nothing goes through the host, or to other nodes
 
 
 def test_what_runs_is_computed_again_at_a_swap_unless_it_keeps_its_keys_and_values(qwen: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from launcher.process.progress import STARTING, Status
 from launcher.process.run_events import RankStuck
 from launcher.run.rank_watch import RankWatch
+from workers.rank.device_turn import WAITING
 
 WORKERS = {"rollout-0": True, "actor": True, "storage-0": False}
 
@@ -46,6 +47,17 @@ def test_rank_that_starts_has_a_deadline_of_its_own() -> None:
     assert look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=299.0)) == []
     (stuck,) = look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=301.0))
     assert stuck.gang == "actor"
+
+
+def test_rank_that_waits_for_devices_that_another_role_has_is_not_stuck() -> None:
+    watch = new_watch()
+    for now in range(0, 5000, 50):
+        starting = says(STARTING, at=now, idle_s=now, detail=WAITING)
+        assert look(watch, now, rollout_0=starting, actor=says("training", at=now, idle_s=900.0)) == []
+    assert not starting.at_work, "it still has to load its model"
+    (stuck,) = look(watch, 5000.0, rollout_0=says(WAITING, at=5000.0, idle_s=5000.0), actor=says("training", at=5000.0,
+                    idle_s=1001.0))  # fmt: skip
+    assert stuck.gang == "actor", "who has them is judged as ever"
 
 
 def test_rank_that_says_nothing_more_is_stuck_whatever_it_said() -> None:

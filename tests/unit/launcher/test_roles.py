@@ -136,6 +136,11 @@ def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tm
     [
         ("rollout:1,actor:1", ["schedule.mode=colocate_async"], "schedule.mode: colocate_async needs roles that take"),
         ("rollout+actor:1", ["schedule.mode=substep"], "schedule.mode: substep cannot be used .* colocate_async"),
+        (
+            "rollout+actor:1",
+            ["schedule.mode=colocate_async", "rollout.on_swap=finish"],
+            "rollout.on_swap: finish cannot be used with schedule.mode colocate_async",
+        ),
         ("rollout+actor:1", ["weightsync.path=broadcast"], "weightsync.path: broadcast cannot be used"),
         ("rollout+actor:1", ["weightsync.max_updating=1"], "weightsync.max_updating: cannot be used"),
         ("rollout+actor:1", ["launcher.external_gangs=[rollout-0]"], "launcher.external_gangs: 'rollout-0' is of a"),

@@ -234,3 +234,10 @@ def test_timeline_imports_neither_torch_nor_the_configuration() -> None:
     code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_who_has_shared_devices_is_shown() -> None:
+    assert "devices:" not in status().as_text(now=101.0)
+    shown = replace(status(), turn="actor; rollout-0, rollout-1 wait")
+    assert "\n\ndevices: actor; rollout-0, rollout-1 wait\n\n" in shown.as_text(now=101.0)
+    assert json.loads(shown.as_json())["turn"] == shown.turn
