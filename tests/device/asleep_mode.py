@@ -111,7 +111,7 @@ def _score(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _write_model(path: Path) -> None:
-    """Write a Hugging Face directory of 29 million parameters in 50 tensors; real ones are larger still."""
+    """Write a Hugging Face directory of 28 million parameters in 50 tensors; real ones are larger still."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
