@@ -1,6 +1,6 @@
 """What sleeping engines leave on a device, how long a swap takes, and what vLLM is asked while it sleeps.
 
-On `late`, the fake device of `tests/device` (needs g++), with a model of 15 million parameters, one rank and two:
+On `late`, the fake device of `tests/device` (needs g++), with a model of 28 million parameters, one rank and two:
 
     colocated_resident_x    bytes that an engine holds asleep / awake, of the allocator, the largest of all engines:
                             `fsdp` in float32 and bfloat16 with gradients of half a step, moments and a copy of the

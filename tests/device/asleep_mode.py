@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import group_backends, wait_for_device
-from launcher.doctor.device_check import write_model
 from workers.engines.base import GenerateRequest, WakePart
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
@@ -30,7 +29,7 @@ def asleep(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
 
     attention.kernel_of = lambda _: attention.cpu_attention
     path = directory / f"model-{rank}"
-    write_model(path)  # before there is a group: transformers would have rank 0 alone write
+    _write_model(path)  # before there is a group: transformers would have rank 0 alone write
     store = dist.FileStore(str(directory / "store"), num_ranks)
     limit = timedelta(seconds=120)
     dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=num_ranks, timeout=limit)
@@ -109,6 +108,19 @@ def _score(path: Path, device: torch.device) -> dict[str, Any]:
     before = model.log_probs(batch).cpu()
     measured = _measured(device, model.sleep, model.wake)
     return measured | {"same": before.equal(model.log_probs(batch).cpu())}
+
+
+def _write_model(path: Path) -> None:
+    """Write a Hugging Face directory of 28 million parameters in 50 tensors; real ones are larger still."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=24576, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, tie_word_embeddings=True, eos_token_id=1, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(config)
+    model.save_pretrained(path)
 
 
 def _small_batch() -> Sequences:

@@ -67,7 +67,7 @@ class StrictLlm:
             raise Refused(
                 f"wake_up({tags}) while {sorted(self.asleep)} sleep: vLLM warns, or wakes all with old weights"
             )
-        if "kv_cache" in tags and not self.loaded and (self.tells_versions or self.running):
+        if "kv_cache" in tags and not self.loaded and (self.tells_versions or self.is_running):
             raise Refused("the cache wakes before weights were loaded: requests would be drawn with lost ones")
         self.asleep -= set(tags)
         if not self.asleep or not self.tells_versions:  # 0.23 resumes after any part
@@ -89,7 +89,7 @@ class StrictLlm:
         self._note("start")
         if "weights" in self.asleep:
             raise Refused("a weight update while the weights sleep")
-        if not self.paused and any(not aborted for aborted in self.running.values()):
+        if not self.paused and self.is_running:
             raise Refused("a weight update while requests are scheduled")
         self.updating = True
 
@@ -148,11 +148,16 @@ class StrictLlm:
         finally:
             del self.running[name]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a request is scheduled; one that was aborted is there until its end was seen."""
+        return not all(self.running.values())
+
     def _pause(self, mode: str) -> None:
         if mode == "abort":
-            if self.tells_versions and self.running:
+            if self.tells_versions and self.is_running:
                 raise Refused("vLLM's default mode ends all running requests, which it could keep")
-            self.num_aborted += len(self.running)
+            self.num_aborted += sum(not aborted for aborted in self.running.values())
             self.running = dict.fromkeys(self.running, True)
         elif mode != "keep" or not self.tells_versions:
             raise Refused(f"mode {mode}: a request that is kept would mix tokens of versions that nobody tells apart")

@@ -35,7 +35,8 @@ class StateOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: list[Tensor] = []
-        self._out: list[tuple[torch.UntypedStorage, int, bool]] = []  # storage, bytes, whether they were copied
+        self._out: list[tuple[torch.UntypedStorage, int]] = []  # with their sizes in bytes
+        self._copied: list[tuple[Tensor, Tensor]] = []  # parts of these, and their places in host memory; uint8
 
     @property
     def is_out(self) -> bool:
@@ -50,17 +51,14 @@ class StateOffload:
         """
         assert not self._out, "move_out() twice"
         use_device(self._device)
-        kept_storages = _storages(kept, self._device)
-        self._out = [(storage, storage.nbytes(), True) for storage in kept_storages.values()]
-        self._out += [
-            (storage, storage.nbytes(), False)
-            for key, storage in _storages(scratch, self._device).items()
-            if key not in kept_storages
-        ]
-        for part, host in self._pairs():
+        kept_storages, scratch_storages = _storages(kept, self._device), _storages(scratch, self._device)
+        copied = list(self._place_storages(kept_storages.values()))
+        for part, host in copied:
             host.copy_(part, non_blocking=True)
         wait_for_device(self._device)  # until here the device still reads what is freed next
-        for storage, _, _ in self._out:
+        self._out = [(each, each.nbytes()) for each in (scratch_storages | kept_storages).values()]
+        self._copied = copied
+        for storage, _ in self._out:
             storage.resize_(0)
         free_cached_memory(self._device)
 
@@ -68,27 +66,26 @@ class StateOffload:
     def move_in(self) -> None:
         """Allocate the memory again and bring back what was kept."""
         use_device(self._device)
-        for storage, num_bytes, _ in self._out:
+        for storage, num_bytes in self._out:
             storage.resize_(num_bytes)
-        for part, host in self._pairs():
+        for part, host in self._copied:
             part.copy_(host, non_blocking=True)
         wait_for_device(self._device)  # other threads and streams may use the tensors as soon as this returns
-        self._out = []
+        self._out, self._copied = [], []  # they would keep gradients alive
         if self._device.type == "cpu":
             self._blocks = []
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the storages that are copied, with their places in host memory; uint8."""
+    def _place_storages(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of storages with their places in the blocks. The parts follow a storage that is resized."""
         position = 0
-        for storage, num_bytes, copied in self._out:
-            if not copied:
-                continue
+        for storage in storages:
             whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            done = 0
+            done, num_bytes = 0, storage.nbytes()
             while done < num_bytes:
                 number, begin = divmod(position, _BLOCK_BYTES)
                 size = min(num_bytes - done, _BLOCK_BYTES - begin)
-                yield whole[done : done + size], self._block(number)[begin : begin + size]
+                part = whole if size == num_bytes else whole[done : done + size]
+                yield part, self._block(number)[begin : begin + size]
                 done += size
                 position += size
             position = -(-position // _ALIGNED) * _ALIGNED
@@ -99,7 +96,6 @@ class StateOffload:
             try:
                 self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned))
             except RuntimeError as error:
-                self._out = []
                 raise ConfigError(
                     f"roles: no host memory for the state of a model that sleeps: {len(self._blocks)} blocks of "
                     f"{_BLOCK_BYTES // 2**20} MB are page-locked, and one more is refused ({error}); use hosts with "

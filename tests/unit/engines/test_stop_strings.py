@@ -246,7 +246,7 @@ def vllm_response(monkeypatch: pytest.MonkeyPatch, stop: StopStrings | None, swa
         monkeypatch.setattr(sys.modules[names[-1]], error, type(error, (Exception,), {}), raising=False)
     engine = VllmEngine.__new__(VllmEngine)
     made: Any = engine
-    made._begun_load, made._tasks = 1, SimpleNamespace(note_progress=lambda: None)
+    made._begun_load, made._num_aborts, made._tasks = 1, 0, SimpleNamespace(note_progress=lambda: None)
     made._tells_versions, made._no_swap = True, asyncio.Event()
     made._no_swap.set()
     made._parameters = lambda request, before: None
