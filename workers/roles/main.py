@@ -35,8 +35,8 @@ def run_worker(run_dir: str, gang: str) -> None:
     logging.basicConfig(level=logging.INFO, format=TEXT, force=True)
     with WorkerContext(Path(run_dir), gang) as context:
         for handler in logging.getLogger().handlers:
-            form, gang = context.config.launcher.log_format, context.gang
-            handler.setFormatter(log_formatter(form, role=gang.role, gang=gang.name, rank=context.rank))
+            form, own = context.config.launcher.log_format, context.gang
+            handler.setFormatter(log_formatter(form, role=own.role, gang=own.name, rank=context.rank))
         module, _, function = ROLE_LOOPS.get(context.gang.role, COLUMN_LOOP).partition(":")
         getattr(importlib.import_module(module), function)(context)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
-from workers.engines.base import GenerateRequest, Generation, generate
+from workers.engines.base import GenerateRequest, Generation, WakePart, generate
 from workers.engines.hf.engine import HfEngine
+from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
@@ -214,3 +215,26 @@ def test_sliding_window_is_kept(make_model_dir: Callable[..., Path]) -> None:
             logits = model(tokens.unsqueeze(0)).logits[0, request.prompt_P.numel() - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, response.response_R[:, None]).squeeze(-1)
         torch.testing.assert_close(response.log_probs_R, expected, rtol=0, atol=2e-5)
+
+
+def test_the_base_of_an_adapter_is_there_again_after_a_sleep(model_dir: Path) -> None:
+    lora = LoraConfig(rank=2)
+    sampling = SamplingConfig(max_response_tokens=4, batch_size=2, temperature=0.0)
+    engine = HfEngine(model_dir, ModelConfig(path=str(model_dir)), sampling=sampling, device=CPU, lora=lora)
+    request = GenerateRequest(0, torch.tensor([3, 4]), seed=1)
+
+    def load() -> None:
+        engine.load_weights({name: torch.full(need.shape, 0.1) for name, need in engine.weight_needs().items()})
+
+    def answer() -> list[int]:
+        (response,) = generate(engine, [request])
+        return [int(token) for token in response.response_R]
+
+    load()
+    before = answer()
+    engine.sleep()
+    engine.wake(WakePart.WEIGHTS)
+    load()
+    engine.wake(WakePart.KV_CACHE)
+    assert answer() == before
+    engine.close()

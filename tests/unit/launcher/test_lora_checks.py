@@ -27,13 +27,12 @@ SMOLLM2 = ModelSizes(
 ADAPTER_OF_SMOLLM2 = 4_884_480
 """Rank 16, all linear layers: 16 x (in + out) of each."""
 
+MEGATRON = ("ref.engine=megatron", "ref.megatron.tensor_parallel=2")
+
 
 def configure(*settings: str, roles: str = "rollout:1,actor:1") -> RunConfig:
     own = ("launcher.device=cpu", "lora={rank: 4}", *settings)
     return load_config(find_recipe("quickstart"), overrides=own, roles=roles)
-
-
-PLACED = "roles={rollout: 1, actor: 1, ref: 2}"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ PLACED = "roles={rollout: 1, actor: 1, ref: 2}"
             "^lora.modules_to_save: cannot be used with one actor rank and actor.autocast bfloat16",
         ),
         (
-            ("algorithm.kl_coef=0.1", "algorithm.ref_update_interval=2", "ref.engine=megatron", PLACED),
+            ("algorithm.kl_coef=0.1", "algorithm.ref_update_interval=2", *MEGATRON),
             "^weightsync.lora: adapter cannot be used with algorithm.ref_update_interval",
         ),
         (
@@ -62,7 +61,8 @@ PLACED = "roles={rollout: 1, actor: 1, ref: 2}"
 )
 def test_what_excludes_an_adapter_is_refused(settings: tuple[str, ...], message: str) -> None:
     model = load_config(find_recipe("quickstart")).model.path
-    config = configure(*(one.format(model=model) if "{model}" in one else one for one in settings))
+    roles = "rollout:1,actor:1,ref:2" if MEGATRON[0] in settings else "rollout:1,actor:1"
+    config = configure(*(one.format(model=model) if "{model}" in one else one for one in settings), roles=roles)
     with pytest.raises(ConfigError, match=message):
         check_rules(config, AT_START)
 

@@ -315,6 +315,11 @@ print_line("done")
 """
 
 
+def _without_a_size() -> dict[str, str]:
+    """Return the environment without the width that pytest-xdist puts there, which counts more than the terminal's."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+
+
 class Terminal:
     """A pseudo terminal with a program in it, and what the program has written."""
 
@@ -323,7 +328,8 @@ class Terminal:
         self.resize(columns, rows)
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", SHOWN], stdin=subprocess.PIPE, stdout=slave, stderr=subprocess.STDOUT,
-            env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[3])}, text=True, bufsize=1,
+            env=_without_a_size() | {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[3])},
+            text=True, bufsize=1,
         )  # fmt: skip
         os.close(slave)
         self.written = ""

@@ -446,6 +446,7 @@ class HfEngine(CheckedEngine):
             self._batch.forget_prompts()
             self._batch.enter_again()
             self._allocate_parameters(dict.fromkeys(self._parameters, (0,)))
+            self._move_base(torch.device("cpu"))
             free_cached_memory(self._device)
 
     def wake(self, *parts: WakePart) -> None:
@@ -453,11 +454,19 @@ class HfEngine(CheckedEngine):
             # Lanes are allocated as responses enter, so the cache itself has nothing to do.
             if self._order.note_wake(part) and part is WakePart.WEIGHTS:
                 self._allocate_parameters({name: need.shape for name, need in self._needs.items()})
+                self._move_base(self._device)
 
     def _allocate_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Give every parameter other memory, uninitialized; weights that were adopted are let go."""
         for name, parameter in self._parameters.items():
             parameter.data = torch.empty(shapes[name], dtype=parameter.dtype, device=self._device)
+
+    def _move_base(self, device: torch.device) -> None:
+        """Move what an adapter is added to, which no version brings; without an adapter that is nothing."""
+        replaced = {id(parameter) for parameter in self._parameters.values()}
+        for parameter in self._model.parameters():
+            if id(parameter) not in replaced:
+                parameter.data = parameter.data.to(device)
 
     def _replace_weights(self, weights: Mapping[str, Tensor], *, adopt: bool) -> None:
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)

@@ -427,8 +427,9 @@ class VllmEngine(TaskEngine):
             if half_awake and not self._tells_versions:
                 # It takes no second sleep while its cache sleeps. Nothing runs in it, see `_note_pause`.
                 await self._llm.wake_up(tags=[WakePart.KV_CACHE.value])
-            # vLLM's own default, "abort", would end all responses.
-            await self._llm.sleep(level=2, mode=self._note_pause())
+            # vLLM's own default, "abort", would end all responses. A version brings no base: level 1 keeps it in host
+            # memory.
+            await self._llm.sleep(level=2 if self._lora is None else 1, mode=self._note_pause())
         except Exception as error:
             raise EngineFailed(f"vLLM could not sleep ({error}); the log above says why") from error
 
