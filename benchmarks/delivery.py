@@ -101,7 +101,7 @@ class Lab:
     def publish(self, step: int) -> dict[str, Tensor]:
         """Record the trainer's weights as those of a step; return what travels."""
         self.prover.record_version(Version(0, step), self.shards())
-        return {shard.name: shard.values.detach().to(self.dtype) for shard in self.shards()}
+        return {shard.name: shard.values.detach().to(self.dtype, copy=True) for shard in self.shards()}
 
     @torch.no_grad()
     def move(self, lr: float, seed: int) -> None:
@@ -201,7 +201,7 @@ class AdapterEngine:
         self._held = {name: torch.zeros_like(values) for name, values in adapter.trained.items()}
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        self._held = {name: values.clone() for name, values in weights.items()}
+        self._held = dict(weights)
         self._engine.load_weights(self._adapter.merged(self._held))
 
     def weight_needs(self) -> Mapping[str, Need]:
@@ -251,7 +251,7 @@ def faulty_load(lab: Lab, fault: str, *, numbers_only: bool) -> str:
         base = before if lab.adapter is None else {}
         engine.load_weights({name: torch.zeros_like(values) for name, values in (base or before).items()})
         return complaint(check, 1)
-    engine.load_weights({name: values.clone() for name, values in before.items()})
+    engine.load_weights(before)
     assert not complaint(check, 1), "a version that was loaded is refused"
     lab.move(SMALL_LR if "1e-6" in fault else LARGE_LR, seed=7)
     weights = lab.publish(2)
@@ -274,7 +274,7 @@ def false_alarms(lab: Lab, versions: int) -> int:
         check = lab.open_check(checked)
         for step in range(10, 10 + versions):
             lab.move(10 ** -(3 + step % 6), seed=step)
-            engine.load_weights({name: values.clone() for name, values in lab.publish(step).items()})
+            engine.load_weights(lab.publish(step))
             number += bool(complaint(check, step))
     return number
 
@@ -283,7 +283,7 @@ def smallest_move(lab: Lab, *, noisy: bool) -> float | None:
     """Return the least learning rate, a power of ten or half of one, whose lost update is seen by numbers."""
     engine = lab.open_engine()
     weights = lab.publish(1)
-    engine.load_weights({name: values.clone() for name, values in weights.items()})
+    engine.load_weights(weights)
     noise = 0.0
     if noisy:  # as much as the two engines differ
         found = engine.prompt_log_probs(lab.probe())
@@ -311,7 +311,7 @@ def smallest_tensor(lab: Lab) -> float | None:
     seen: float | None = None
     for k in range(16):
         check = lab.open_check(NumbersOnly(engine))
-        engine.load_weights({one: values.clone() for one, values in weights.items()})
+        engine.load_weights(weights)
         lab.publish(1)
         assert not complaint(check, 1), "a version that was loaded is refused"
         lab.publish(2)
@@ -327,7 +327,7 @@ def smallest_tensor(lab: Lab) -> float | None:
 def seconds(lab: Lab) -> dict[str, float]:
     """Return the least seconds of three of each part of a proof."""
     engine = lab.open_engine()
-    engine.load_weights({name: values.clone() for name, values in lab.publish(1).items()})
+    engine.load_weights(lab.publish(1))
     check = lab.open_check(engine)
     count = 4096 // len(lab.probe())
     tokens = lab.probe().repeat(count)
