@@ -16,9 +16,9 @@ Legend of shapes: A tokens of the probe after the first, C copies of the weights
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -59,13 +59,14 @@ _KEPT_RECORDS = 64
 _FORGIVEN_AFTER = 8
 
 # Root mean square difference (nats) of the probe's log-probabilities between two engines with the same weights: at most
-# this many times the mean that rounding explains, before anything is known of these two engines; afterwards as many
-# times what they differed by. In between lies what makes no sense and is no proof either: `GapWatch` warns of that.
+# this many times what rounding explains, before anything is known of these two engines; afterwards as many times what
+# they differed by. In between lies what makes no sense and is no proof either: `GapWatch` warns of that.
 _ERRORS_AT_FIRST, _TIMES_AS_BEFORE = 10.0, 6.0
-# Earlier versions by which a difference is judged.
-_REMEMBERED = 4
-# The least that engines are taken to differ by (nats): log-probabilities are float32.
-_LEAST_NOISE = 1e-6
+# What two engines differ by is known after so many versions, from at most so many. Not sooner: in bfloat16 they may
+# agree to the last bit for one version, and not for the next.
+_KNOWN_AFTER, _REMEMBERED = 8, 16
+# They are not taken to differ by less than this part of what rounding explains.
+_LEAST_NOISE = 0.01
 # The part of the trainer's move that a generator made is known if the move is this many times the noise in it; then
 # less than half of it is not due to chance.
 _CLEAR_MOVE, _LEAST_PART = 12.0, 0.5
@@ -119,19 +120,24 @@ class DeliveryProver:
 
     def __init__(self, context: WorkerContext, engine: TrainEngine, sender: WeightSender, place: ReplicaPlace) -> None:
         config = context.config
-        self._interval = config.weightsync.proof_interval if rounding_error(config) is not None else 0
+        generating = [each for role, each in config.generating().items() if config.roles[role]]
+        is_proven = rounding_error(config) is not None and generating
+        self._interval = config.weightsync.proof_interval if is_proven else 0
         self._context, self._engine, self._sender = context, engine, sender
         self._is_probed = place.index == 0  # one replica computes the probe; the other ranks only join the collectives
-        self._dtypes = {config.model.dtype, config.vllm.dtype or config.model.dtype}
-        self._store = context.sealed_store() if context.rank == 0 else None
+        self._dtypes = {
+            (config.vllm.dtype if each.engine == "vllm" else None) or config.model.dtype for each in generating
+        }
+        self._store = context.sealed_store() if context.rank == 0 and self._interval else None
         self._is_first = True
         self._names: set[str] = set()
         self._recorded: deque[Version] = deque()
 
-    def record_version(self, version: Version, shards: Iterable[LocalShard]) -> None:
-        """Record a version whose weights the trainer has now; collective."""
+    def record_version(self, version: Version, shards: Iterable[LocalShard]) -> float:
+        """Record a version whose weights the trainer has now; collective. Returns the seconds that it took."""
         if not self._interval:
-            return
+            return 0.0
+        began = time.monotonic()
         due = self._is_first or version.step % self._interval == 0
         self._is_first = False
         names, checksums, log_probs = [], {}, []
@@ -151,6 +157,7 @@ class DeliveryProver:
             self._recorded.append(version)
             if len(self._recorded) > _KEPT_RECORDS:
                 self._store.delete_key(_key(self._recorded.popleft()))
+        return time.monotonic() - began
 
     def _sum_shards(self, shards: Sequence[LocalShard]) -> tuple[list[str], dict[str, list[int]]]:
         """Return the names of all tensors, and their checksums in each element type that generators hold."""
@@ -176,31 +183,22 @@ def _key(version: Version) -> str:
     return f"delivery/{version.lineage}.{version.step}"
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """Numbers of an earlier version that was delivered."""
-
-    version: Version
-    expected_A: Tensor
-    found_A: Tensor
-
-    @property
-    def noise(self) -> float:
-        return max(_LEAST_NOISE, _rms(self.found_A - self.expected_A))
-
-
 class ProbeJudge:
     """Judges one copy of the weights by the probe's log-probabilities, version after version. Pure.
 
-    Three things show that a version did not arrive. The engines are further apart than they ever were. The generator
-    moved less than half as far as the trainer, in the trainer's direction: this is seen however stale its tokens are,
-    since both moves are between the same two versions. Or it computes exactly as before, bit by bit, though most
-    tensors have changed: this is seen however small the move is.
+    Three things show that a version did not arrive. The engines are much further apart than they ever were. The
+    generator moved less than half as far as the trainer, in the trainer's direction: this is seen however stale its
+    tokens are, since both moves are between the same two versions. Or it computes exactly as before, bit by bit, though
+    most tensors have changed: this is seen however small the move is.
+
+    Args:
+        error: difference that rounding explains (nats), see `rounding_error`.
     """
 
     def __init__(self, error: float) -> None:
         self._error = error
-        self._before: deque[_Judged] = deque(maxlen=_REMEMBERED)
+        self._gaps: deque[float] = deque(maxlen=_REMEMBERED)  # of versions that were delivered
+        self._last: tuple[Version, Tensor, Tensor] | None = None  # the last of them, expected and found
 
     def find_complaint(self, version: Version, expected_A: Tensor, found_A: Tensor, *, changed: bool) -> str:
         """Return what is wrong; "": nothing, and the version is remembered.
@@ -212,28 +210,31 @@ class ProbeJudge:
         """
         if not bool(expected_A.isfinite().all()):
             return ""
-        noise = max((each.noise for each in self._before), default=None)
-        limit = _ERRORS_AT_FIRST * self._error
-        if noise is not None:
-            limit = min(limit, max(self._error / 10, _TIMES_AS_BEFORE * noise))
-        gap = _rms(found_A - expected_A)
+        gap, error = _rms(found_A - expected_A), self._error
+        is_known = len(self._gaps) >= _KNOWN_AFTER
+        noise = max(_LEAST_NOISE * error, *self._gaps) if is_known else error
+        limit = _ERRORS_AT_FIRST * error
+        if is_known:
+            limit = min(limit, max(error, _TIMES_AS_BEFORE * noise))
         if not gap <= limit:  # or not a number
             return (
                 f"its log-probabilities of the probe are {gap:.2g} nats from the trainer's, where at most {limit:.2g} "
                 f"is expected"
             )
-        if noise is not None and (found := self._compare_moves(expected_A, found_A, noise, changed=changed)):
+        if found := self._compare_moves(expected_A, found_A, noise, changed=changed):
             return found
-        self._before.append(_Judged(version, expected_A, found_A))
+        if changed or self._last is None:  # the same weights again say nothing new of rounding
+            self._gaps.append(gap)
+        self._last = version, expected_A, found_A
         return ""
 
     def _compare_moves(self, expected_A: Tensor, found_A: Tensor, noise: float, *, changed: bool) -> str:
-        last = self._before[-1]
-        if expected_A.shape != last.expected_A.shape:
+        if self._last is None or self._last[1].shape != expected_A.shape:
             return ""
-        move_A, own_A = (expected_A - last.expected_A).double(), (found_A - last.found_A).double()
+        before, expected_before_A, found_before_A = self._last
+        move_A, own_A = (expected_A - expected_before_A).double(), (found_A - found_before_A).double()
         if changed and bool(move_A.any()) and not bool(own_A.any()):
-            return f"it gives the probe exactly the log-probabilities that it gave with the weights of {last.version}"
+            return f"it gives the probe exactly the log-probabilities that it gave with the weights of {before}"
         length = float(move_A.norm())
         # Without the update, `own_A` is rounding alone; with it, the move and the rounding of both versions.
         if length < _CLEAR_MOVE * math.sqrt(2) * noise:
@@ -242,8 +243,8 @@ class ProbeJudge:
         if part >= _LEAST_PART:
             return ""
         return (
-            f"since the weights of {last.version}, its log-probabilities of the probe moved {max(0.0, part):.0%} of "
-            f"what the trainer's did"
+            f"since the weights of {before}, its log-probabilities of the probe moved {max(0.0, part):.0%} of what the "
+            f"trainer's did"
         )
 
 
@@ -328,7 +329,8 @@ class DeliveryCheck:
         found_CA = self._engine.prompt_log_probs(torch.tensor(record.tokens)) if self._scores else None
         complaints = [self._describe_tensors(wrong, held, needs, number)] if wrong else []
         if found_CA is not None:
-            complaints += self._judge_probe(version, record.scores, found_CA, _have_changed(published, self._last))
+            changed = have_changed(published, self._last and self._last[1])
+            complaints += self._judge_probe(version, record.scores, found_CA, changed)
         if complaints:
             self._fail(version, "; ".join(complaints))
         self._last = version, published
@@ -392,14 +394,10 @@ class DeliveryCheck:
             )
 
 
-def _have_changed(
-    published: Mapping[str, Mapping[str, int]], last: tuple[Version, Mapping[str, Mapping[str, int]]] | None
-) -> bool:
-    """Whether at least half of the tensors differ from those of the version before, in every element type."""
-    if last is None:
-        return False
-    before = last[1]
-    return all(
+def have_changed(published: Mapping[str, Mapping[str, int]], before: Mapping[str, Mapping[str, int]] | None) -> bool:
+    """Whether at least half of the tensors differ between two versions (element type -> checksums by name), in every
+    element type; None: there is no version before."""
+    return before is not None and all(
         2 * sum(checksum != before.get(dtype, {}).get(name) for name, checksum in sums.items()) >= len(sums)
         for dtype, sums in published.items()
     )

@@ -269,7 +269,7 @@ class Actor:
         version = Version(self._context.job.lineage, step)
         self._context.report_state("publishing weights", step=step, version=step)
         # Before they are published: whoever has the version finds its record.
-        self._prover.record_version(version, self._engine.shards())
+        proving_s = self._prover.record_version(version, self._engine.shards())
         try:
             with self._context.timeline.span("publish weights", step=step):
                 held_up_s = self._sender.publish(
@@ -287,7 +287,7 @@ class Actor:
         if self._recorder is not None:
             known = self._recorder.num_refills
             self._recorder.add_refills(self._client.publish_version(step, refills_known=known))
-        return held_up_s
+        return proving_s + held_up_s
 
     def _begin_save(self) -> None:
         step = self._completed

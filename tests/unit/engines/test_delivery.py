@@ -50,12 +50,13 @@ def test_tensors_of_an_adapter_are_compared_by_their_own_names(model_dir: Path, 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_engine_that_cannot_be_read_is_refused_by_its_numbers(lab: Lab, fault: str) -> None:
-    assert "log-probabilities of the probe" in faulty_load(lab, fault, numbers_only=True)
+    said = faulty_load(lab, fault, numbers_only=True)
+    assert "the probe" in said and "log-probabilities" in said and "tensors" not in said
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_arrived_is_never_refused(model_dir: Path, dtype: str) -> None:
-    assert false_alarms(Lab(model_dir, dtype), 12) == 0
+    assert false_alarms(Lab(model_dir, dtype), 12) == []
 
 
 def test_the_second_failure_ends_the_run_unless_many_versions_came_between(lab: Lab) -> None:
@@ -153,17 +154,19 @@ def test_ranks_of_an_engine_fill_a_tensor_and_replicas_must_be_equal() -> None:
     assert compare_checksums(differing, {"bfloat16": {"norm": 9}}, {}) == (["norm"], 1)
 
 
-def walk(judge: ProbeJudge, *, noise: float, move: float, stays: bool, seed: int, versions: int = 5) -> str:
-    """Judge some versions that arrived, and then one that did or did not; the rounding is new at every version."""
+def walk(judge: ProbeJudge, *, noise: float, move: float, stays: bool, seed: int, spiky: bool = False) -> str:
+    """Judge versions that arrived, and then one that did or did not; the rounding is new at every version, and with
+    `spiky` often none."""
     chance = torch.Generator().manual_seed(seed)
     expected, said = -5 + torch.randn(63, generator=chance), ""
-    for step in range(versions + 1):
+    for step in range(21):
         stale = expected
         expected = expected + move * torch.randn(63, generator=chance)
-        weights = stale if stays and step == versions else expected
-        found = weights + noise * torch.randn(63, generator=chance)
+        weights = stale if stays and step == 20 else expected
+        rounding = noise * torch.randn(63, generator=chance)
+        found = weights + (0.0 if spiky and seed * step % 7 > 1 else 1.0) * rounding
         said = judge.find_complaint(Version(0, step), expected, found, changed=True)
-        assert not said or step == versions, said
+        assert not said or step == 20, said
     return said
 
 
@@ -171,16 +174,17 @@ def walk(judge: ProbeJudge, *, noise: float, move: float, stays: bool, seed: int
 def test_a_move_that_was_not_made_is_seen_in_the_noise_and_one_that_was_made_never_is(
     noise: float, error: float
 ) -> None:
-    for seed in range(300):
+    for seed in range(60):
         move = noise * (0.0, 0.3, 1.0, 3.0, 10.0)[seed % 5]
-        assert not walk(ProbeJudge(error), noise=noise, move=move, stays=False, seed=seed)
-    for seed in range(50):
-        assert "moved" in walk(ProbeJudge(error), noise=noise, move=4 * noise, stays=True, seed=seed)
+        assert not walk(ProbeJudge(error), noise=noise, move=move, stays=False, seed=seed, spiky=seed > 30)
+    for seed in range(20):
+        least = max(5 * noise, error / 10)
+        assert "moved" in walk(ProbeJudge(error), noise=noise, move=least, stays=True, seed=seed)
 
 
 def test_an_engine_that_computes_exactly_as_before_has_not_moved_at_all() -> None:
     before = -5 + torch.randn(63, generator=torch.Generator().manual_seed(0))
-    after, noise = before + 1e-7, 0.01 * torch.randn(63, generator=torch.Generator().manual_seed(1))
+    after, noise = before + 2e-6, 0.01 * torch.randn(63, generator=torch.Generator().manual_seed(1))
     for changed, said in ((True, "exactly the log-probabilities that it gave with the weights of step 3"), (False, "")):
         judge = ProbeJudge(BFLOAT16)
         assert not judge.find_complaint(Version(0, 3), before, before + noise, changed=True)
