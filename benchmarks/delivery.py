@@ -99,8 +99,8 @@ class Lab:
         self.writer = ShardWriter(plan, 0)
         self.store = SealedStore(dist.HashStore(), b"delivery")
         self.context: Any = SimpleNamespace(
-            config=self.config, rank=0, attempt=0, name="rollout-0/0", gang=SimpleNamespace(name="rollout-0"),
-            timeline=NoTimeline(), sealed_store=lambda: self.store, warn_user=lambda text: None,
+            config=self.config, rank=0, name="rollout-0/0", timeline=NoTimeline(), sealed_store=lambda: self.store,
+            warn_user=lambda text: None,
         )  # fmt: skip
         self.prover = DeliveryProver(self.context, self.trainer, self._sender(), ReplicaPlace(0, 1, ((0,),), 0))
 
@@ -260,10 +260,15 @@ def complaint(check: DeliveryCheck, step: int) -> str:
 
 
 def faulty_load(lab: Lab, fault: str, *, numbers_only: bool) -> str:
-    """Load two versions, the second one (or, `not loaded`, the first one) with a fault; return what is said of it."""
+    """Load two versions (by numbers eight more before them), the last one (or, `not loaded`, the first one) with a
+    fault; return what is said of it."""
     engine = lab.open_engine()
-    before = lab.publish(1)
     check = lab.open_check(NumbersOnly(engine) if numbers_only else engine)
+    for step in range(-8, 0) if numbers_only and fault != "not loaded" else ():
+        lab.move(LARGE_LR, seed=step)
+        engine.load_weights(lab.publish(step))
+        assert not complaint(check, step), "a version that was loaded is refused"
+    before = lab.publish(1)
     if fault == "not loaded":
         base = before if lab.adapter is None else {}
         engine.load_weights({name: torch.zeros_like(values) for name, values in (base or before).items()})

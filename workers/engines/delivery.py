@@ -294,8 +294,11 @@ class DeliveryCheck:
         self._store = context.sealed_store() if self._interval else None
         self._names: dict[str, list[str]] = {}
         self._last: tuple[Version, dict[str, dict[str, int]]] | None = None  # what was published before
-        self._failed_key = f"delivery/failed/{context.gang.name}/{context.rank}"
         self._num_delivered = 0
+
+    @property
+    def _failed_key(self) -> str:
+        return f"delivery/failed/{self._context.name}"
 
     def check_loaded(self, version: Version) -> None:
         """Compare the version that was just loaded; do nothing if it is not due.
