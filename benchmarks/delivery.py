@@ -94,6 +94,8 @@ class Lab:
         self.trainer: Any = load_train_engine(self.config, device=CPU)
         self.parameters = {shard.name: shard.values for shard in self.trainer.shards()}
         self.adapter = Adapter(self.parameters) if adapter else None
+        if self.adapter is not None:
+            self.adapter.merge_into(self.parameters)
         shards = list(self.shards())
         plan = plan_transfer([describe(shards)], bucket_bytes=BUCKET_BYTES, dtype=dtype)
         self.writer = ShardWriter(plan, 0)

@@ -140,7 +140,9 @@ class DeliveryProver:
         began = time.monotonic()
         due = self._is_first or version.step % self._interval == 0
         self._is_first = False
-        names, checksums, log_probs = [], {}, []
+        names: list[str] = []
+        checksums: dict[str, list[int]] = {}
+        log_probs: list[float] = []
         tokens = torch.empty(0, dtype=torch.int64)
         if due:
             with self._context.timeline.span("prove weights", step=version.step):
@@ -288,7 +290,9 @@ class DeliveryCheck:
         self._interval = config.weightsync.proof_interval if error is not None and sampling.engine != "sim" else 0
         self._context, self._engine = context, engine
         # The trainer's log-probabilities are of the run's temperature.
-        self._scores = isinstance(engine, ScoringEngine) and sampling.temperature == config.rollout.temperature
+        self._scorer: ScoringEngine | None = None
+        if isinstance(engine, ScoringEngine) and sampling.temperature == config.rollout.temperature:
+            self._scorer = engine
         self._error = error or 0.0
         self._judges: list[ProbeJudge] = []
         self._store = context.sealed_store() if self._interval else None
@@ -329,7 +333,7 @@ class DeliveryCheck:
             held = self._engine.weight_checksums()
         needs = self._engine.weight_needs()
         wrong, number = compare_checksums(held, published, needs)
-        found_CA = self._engine.prompt_log_probs(torch.tensor(record.tokens)) if self._scores else None
+        found_CA = None if self._scorer is None else self._scorer.prompt_log_probs(torch.tensor(record.tokens))
         complaints = [self._describe_tensors(wrong, held, needs, number)] if wrong else []
         if found_CA is not None:
             changed = have_changed(published, self._last and self._last[1])
@@ -370,7 +374,8 @@ class DeliveryCheck:
     def _fail(self, version: Version, why: str) -> None:
         """Raise what says so; this process has not drawn a token with these weights."""
         assert self._store is not None, "a record was read from it"
-        error, what_next = WeightsNotDelivered, "no response drawn with them is trained; the instance loads them again"
+        error: type[WeightsNotDelivered] = WeightsNotDelivered
+        what_next = "no response drawn with them is trained; the instance starts again and loads the newest weights"
         if self._store.check([self._failed_key]):
             error = WeightsNeverDelivered
             what_next = (

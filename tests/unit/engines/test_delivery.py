@@ -68,7 +68,9 @@ def test_the_second_failure_ends_the_run_unless_many_versions_came_between(lab: 
 
     check = lab.open_check(engine)
     load(1.5)
-    with pytest.raises(WeightsNotDelivered, match="no response drawn with them is trained; the instance loads") as once:
+    with pytest.raises(
+        WeightsNotDelivered, match="no response drawn with them is trained; the instance starts"
+    ) as once:
         check.check_loaded(Version(0, 1))
     assert not once.value.final
     again = lab.reopen_check(engine)  # of the instance that was started again

@@ -174,7 +174,15 @@ class Llm:
         self.calls.append("shutdown")
         self.transfer.shutdown()
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], parameters: Any, name: str, *, priority: int = 0
+    ) -> AsyncIterator[Any]:
+        if hasattr(parameters, "prompt_logprobs"):
+            assert priority < 0, "it waits behind all responses"
+            tokens = prompt["prompt_token_ids"]
+            known = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
+            yield SimpleNamespace(prompt_logprobs=known, outputs=[])
+            return
         assert parameters.stream_interval == 8
         draws, tokens, spans = random.Random(parameters.seed), [], []
         reason = None
@@ -431,6 +439,18 @@ def rank_of_model(whole: dict[str, Tensor], rank: int, ranks: int, *, method: st
     padded = torch.cat([whole["l.embed.weight"], torch.full((2, 6), 9.0)])
     place(model, "l.embed.weight", embedding, padded[rank * size : rank * size + size])
     return model
+
+
+def test_a_prompt_is_scored_ahead_of_responses_unless_the_sampler_has_the_temperature(
+    model_dir: Path, sampling: SamplingConfig
+) -> None:
+    prompt = torch.tensor([3, 5, 7])
+    with opened(model_dir, sampling) as engine:
+        engine.load_weights(weights_of(model_dir))
+        found = engine.prompt_log_probs(prompt)
+        assert found is not None and found.tolist() == [[-5.0, -7.0]]
+    with opened(model_dir, sampling.model_copy(update={"temperature": 0.5})) as engine:
+        assert engine.prompt_log_probs(prompt) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

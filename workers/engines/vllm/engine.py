@@ -254,7 +254,8 @@ class VllmEngine(TaskEngine):
         # vLLM computes a prompt whose log-probabilities are asked for anew, whatever its cache has.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
-            async with aclosing(self._llm.generate(prompt, parameters, f"probe-{self._load_number}")) as outputs:
+            name = f"probe-{self._load_number}"
+            async with aclosing(self._llm.generate(prompt, parameters, name, priority=-1)) as outputs:
                 known = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs is not None]
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
