@@ -64,7 +64,7 @@ def box_checksum(values: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
     at_a_time = max(1, _WORDS_AT_A_TIME // words.shape[1])
     sums = [
         (_row_sums(part, factors) * own).sum()
-        for part, own in zip(words.split(at_a_time), rows.split(at_a_time), strict=True)
+        for part, own in zip(torch.split(words, at_a_time), torch.split(rows, at_a_time), strict=True)
     ]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 

@@ -257,7 +257,7 @@ def _rows_of(
     """Yield the parts of a parameter of which each has some rows, as its `numbers`-th part of so many."""
     if len(stems) != len(sizes) or sum(sizes) != len(values):
         return
-    for stem, size, number, part in zip(stems, sizes, numbers, values.split(list(sizes)), strict=True):
+    for stem, size, number, part in zip(stems, sizes, numbers, torch.split(values, list(sizes)), strict=True):
         offset = number * size, *(0,) * (values.dim() - 1)
         yield stem, Box(offset, tuple(part.shape)), part
 
