@@ -96,6 +96,7 @@ class Lab:
         self.adapter = Adapter(self.parameters) if adapter else None
         if self.adapter is not None:
             self.adapter.merge_into(self.parameters)
+        self._note_change()
         shards = list(self.shards())
         plan = plan_transfer([describe(shards)], bucket_bytes=BUCKET_BYTES, dtype=dtype)
         self.writer = ShardWriter(plan, 0)
@@ -123,6 +124,7 @@ class Lab:
             values += lr * torch.randint(0, 2, values.shape, generator=chance).mul_(2).sub_(1)
         if self.adapter is not None:
             self.adapter.merge_into(self.parameters)
+        self._note_change()
 
     def open_engine(self) -> HfEngine:
         engine: Any = load_generate_engine(self.config, self.config.rollout, device=CPU)
@@ -170,6 +172,12 @@ class Lab:
         yield
         for name, values in self.parameters.items():
             values.copy_(before[name])
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Have the trainer compute with what was written to its weights from outside."""
+        if self.trainer._twin is not None:
+            self.trainer._twin.stale = True
 
     def _sender(self) -> Any:
         def sum_pieces(shards: list[LocalShard], dtype: torch.dtype) -> dict[str, int]:
