@@ -176,8 +176,7 @@ class Lab:
 
     def _note_change(self) -> None:
         """Have the trainer compute with what was written to its weights from outside."""
-        if self.trainer._twin is not None:
-            self.trainer._twin.stale = True
+        self.trainer._mark_changed()
 
     def _sender(self) -> Any:
         def sum_pieces(shards: list[LocalShard], dtype: torch.dtype) -> dict[str, int]:
