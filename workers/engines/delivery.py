@@ -49,8 +49,10 @@ from workers.settings.run import RunConfig
 logger = logging.getLogger(__name__)
 
 _MASK = 2**64 - 1
-# Tokens of the probe, at most: a forward pass of so few costs little beside a step.
+# Tokens of the probe, at most.
 _PROBE_TOKENS = 64
+# The part of the trainer's time that the probe may take: where a step is short, only some versions are scored.
+_SCORING_SHARE = 0.01
 # Records that are kept. A generator loads the newest version that it has, so it is never that far behind.
 _KEPT_RECORDS = 64
 
@@ -91,12 +93,11 @@ def rounding_error(config: RunConfig) -> float | None:
 class DeliveryRecord(msgspec.Struct, frozen=True, array_like=True):
     """What the trainer published, for comparison."""
 
-    tokens: list[int]  # of the probe; empty: this version is not proven
+    tokens: list[int]  # of the probe; empty: this version is not scored
     log_probs: list[float]  # of the probe's tokens after the first
     names: str  # key of the list of names
-    checksums: dict[
-        str, list[int]
-    ]  # element type of a generator -> checksum of every tensor, in the order of the names
+    # Element type of a generator -> checksum of every tensor, in the order of names; empty: this version is not proven
+    checksums: dict[str, list[int]]
 
     @property
     def scores(self) -> Tensor:
@@ -116,9 +117,20 @@ def probe_tokens(config: RunConfig) -> Tensor:
 
 
 class DeliveryProver:
-    """In every rank of the trainer: records what a version is, before it is published."""
+    """In every rank of the trainer: records what a version is, before it is published.
 
-    def __init__(self, context: WorkerContext, engine: TrainEngine, sender: WeightSender, place: ReplicaPlace) -> None:
+    The first version is scored, and later ones as long as that takes at most `scoring_share` of the time.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        engine: TrainEngine,
+        sender: WeightSender,
+        place: ReplicaPlace,
+        *,
+        scoring_share: float = _SCORING_SHARE,
+    ) -> None:
         config = context.config
         generating = [each for role, each in config.generating().items() if config.roles[role]]
         is_proven = rounding_error(config) is not None and generating
@@ -130,6 +142,8 @@ class DeliveryProver:
         }
         self._store = context.sealed_store() if context.rank == 0 and self._interval else None
         self._is_first = True
+        self._scoring_share = scoring_share
+        self._began, self._scoring_s = time.monotonic(), 0.0
         self._names: set[str] = set()
         self._recorded: deque[Version] = deque()
 
@@ -139,16 +153,17 @@ class DeliveryProver:
             return 0.0
         began = time.monotonic()
         due = self._is_first or version.step % self._interval == 0
-        self._is_first = False
         names: list[str] = []
         checksums: dict[str, list[int]] = {}
         log_probs: list[float] = []
         tokens = torch.empty(0, dtype=torch.int64)
         if due:
             with self._context.timeline.span("prove weights", step=version.step):
-                names, checksums = self._sum_shards(list(shards))
-                tokens = probe_tokens(self._context.config)
-                log_probs = self._score(tokens)
+                names, checksums, is_scored = self._sum_shards(list(shards))
+                if is_scored:
+                    tokens = probe_tokens(self._context.config)
+                    log_probs = self._score(tokens)
+        self._is_first = False
         if self._store is not None:
             key = f"delivery/names/{xxhash.xxh3_64_hexdigest(repr(names).encode())}"
             if key not in self._names:
@@ -161,23 +176,29 @@ class DeliveryProver:
                 self._store.delete_key(_key(self._recorded.popleft()))
         return time.monotonic() - began
 
-    def _sum_shards(self, shards: Sequence[LocalShard]) -> tuple[list[str], dict[str, list[int]]]:
-        """Return the names of all tensors, and their checksums in each element type that generators hold."""
+    def _sum_shards(self, shards: Sequence[LocalShard]) -> tuple[list[str], dict[str, list[int]], bool]:
+        """Return the names of all tensors, their checksums in each element type that generators hold, and whether to
+        score the probe, the same on all ranks."""
         own = {dtype: self._sender.sum_pieces(shards, getattr(torch, dtype)) for dtype in sorted(self._dtypes)}
         sums: dict[str, dict[str, int]] = {dtype: {} for dtype in own}
-        for part in gather(own):
+        affords = self._scoring_s <= self._scoring_share * (time.monotonic() - self._began)
+        parts = gather([own, self._is_first or affords])
+        for part, _ in parts:
             for dtype, shares in part.items():
                 for name, share in shares.items():
                     sums[dtype][name] = (sums[dtype].get(name, 0) + share) & _MASK
         names = sorted(next(iter(sums.values())))
-        return names, {dtype: [found[name] for name in names] for dtype, found in sums.items()}
+        # Clocks differ: the first rank's decides, since scoring is collective.
+        return names, {dtype: [found[name] for name in names] for dtype, found in sums.items()}, parts[0][1]
 
     def _score(self, tokens_T: Tensor) -> list[float]:
         """Return the probe's log-probabilities on rank 0; [] or as many on the others."""
         drawn_T = torch.ones(len(tokens_T), dtype=torch.uint8)
         drawn_T[0] = 0
         probe = Sequences(tokens_T, torch.tensor([len(tokens_T)], dtype=torch.int32), drawn_T)
+        began = time.monotonic()
         found: list[float] = self._engine.log_probs(probe if self._is_probed else None).float().tolist()
+        self._scoring_s += time.monotonic() - began
         return found
 
 
@@ -317,7 +338,7 @@ class DeliveryCheck:
             logger.warning("weights of %s are not proven: the trainer has dropped its record of them", version)
             return
         record = msgpack_decoder(DeliveryRecord).decode(self._store.get(_key(version)))
-        if not record.tokens:
+        if not record.checksums:
             return
         with self._context.timeline.span("check delivery", version=version.step):
             self._compare(version, record)
@@ -333,7 +354,9 @@ class DeliveryCheck:
             held = self._engine.weight_checksums()
         needs = self._engine.weight_needs()
         wrong, number = compare_checksums(held, published, needs)
-        found_CA = None if self._scorer is None else self._scorer.prompt_log_probs(torch.tensor(record.tokens))
+        found_CA = None
+        if self._scorer is not None and record.tokens:
+            found_CA = self._scorer.prompt_log_probs(torch.tensor(record.tokens))
         complaints = [self._describe_tensors(wrong, held, needs, number)] if wrong else []
         if found_CA is not None:
             changed = have_changed(published, self._last and self._last[1])
