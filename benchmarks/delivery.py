@@ -78,7 +78,15 @@ RANK, ALPHA = 4, 8
 class Lab:
     """A trainer and its records, and what a generator would be given of them."""
 
-    def __init__(self, model_dir: Path, dtype: str, *, adapter: bool = False, settings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: str,
+        *,
+        adapter: bool = False,
+        settings: tuple[str, ...] = (),
+        scoring_share: float = 1.0,
+    ) -> None:
         settings = (
             *settings,
             f"model.path={model_dir}",
@@ -105,7 +113,8 @@ class Lab:
             config=self.config, rank=0, name="rollout-0/0", timeline=NoTimeline(), sealed_store=lambda: self.store,
             warn_user=lambda text: None,
         )  # fmt: skip
-        self.prover = DeliveryProver(self.context, self.trainer, self._sender(), ReplicaPlace(0, 1, ((0,),), 0))
+        place = ReplicaPlace(0, 1, ((0,),), 0)
+        self.prover = DeliveryProver(self.context, self.trainer, self._sender(), place, scoring_share=scoring_share)
 
     def shards(self) -> Iterable[LocalShard]:
         return self.trainer.shards() if self.adapter is None else self.adapter.shards()

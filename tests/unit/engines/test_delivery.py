@@ -100,6 +100,16 @@ def test_every_nth_version_is_proven_and_the_first_after_a_start(model_dir: Path
     assert [step for step in range(4, 10) if complaint(lab.open_check(engine), step)] == [*refused, 6, 9]
 
 
+def test_the_probe_takes_a_share_of_the_time_and_bytes_are_compared_at_every_version(model_dir: Path) -> None:
+    lab = Lab(model_dir, "float32", scoring_share=0.0)
+    engine = lab.open_engine()
+    for step in range(3):
+        weights = lab.publish(step)
+    assert [bool(lab.record(step).tokens) for step in range(3)] == [True, False, False]
+    engine.load_weights({name: values + 1 for name, values in weights.items()})
+    assert "27 of 27 tensors" in complaint(lab.open_check(engine), 2)
+
+
 def test_zero_turns_it_off(model_dir: Path) -> None:
     lab = Lab(model_dir, "float32", settings=("weightsync.proof_interval=0",))
     engine = lab.open_engine()
