@@ -181,7 +181,7 @@ class DeliveryProver:
         score the probe, the same on all ranks."""
         own = {dtype: self._sender.sum_pieces(shards, getattr(torch, dtype)) for dtype in sorted(self._dtypes)}
         sums: dict[str, dict[str, int]] = {dtype: {} for dtype in own}
-        affords = self._scoring_s <= self._scoring_share * (time.monotonic() - self._began)
+        affords = self._scoring_s < self._scoring_share * (time.monotonic() - self._began)
         parts = gather([own, self._is_first or affords])
         for part, _ in parts:
             for dtype, shares in part.items():
@@ -198,7 +198,8 @@ class DeliveryProver:
         probe = Sequences(tokens_T, torch.tensor([len(tokens_T)], dtype=torch.int32), drawn_T)
         began = time.monotonic()
         found: list[float] = self._engine.log_probs(probe if self._is_probed else None).float().tolist()
-        self._scoring_s += time.monotonic() - began
+        if not self._is_first:  # which may compile the model
+            self._scoring_s += time.monotonic() - began
         return found
 
 
