@@ -16,6 +16,7 @@ from weightsync.receiver import RanksEngine, RanksReceiver, SharedReceiver, Weig
 from weightsync.sender import Shard, WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import GenerateEngine
+from workers.engines.delivery import DeliveryCheck
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather
 from workers.settings.dataflow import WEIGHTS
@@ -103,6 +104,7 @@ def follow_policy(
     """
     config = context.config
     broadcast = config.weightsync.path == "broadcast"
+    check = DeliveryCheck(context, engine, config.rollout).check_loaded
     if isinstance(engine, RanksEngine):
         ranks = RanksReceiver(
             context.job_credentials(), _agent(context), context.name, engine,
@@ -110,12 +112,15 @@ def follow_policy(
             takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
             timeline=context.timeline,
         )  # fmt: skip
-        return HeldWeights(context, ranks, lambda _: engine.load_held(), loaded=loaded)
+        return HeldWeights(
+            context, ranks, lambda _: engine.load_held(), check=check, loaded=loaded, defers=context.shares_devices
+        )
     receiver = open_receiver(
         context, engine.weight_needs(), adopts=engine.adopts_weights, arrived=arrived,
         keeps_on_host=config.rollout.engine == "openai",  # it passes them on to other processes
     )  # fmt: skip
-    return HeldWeights(context, receiver, partial(engine.load_weights, adopt=receiver.adopts), loaded=loaded)
+    load = partial(engine.load_weights, adopt=receiver.adopts)
+    return HeldWeights(context, receiver, load, check=check, loaded=loaded, defers=context.shares_devices)
 
 
 def _agent(context: WorkerContext) -> str:
@@ -134,8 +139,9 @@ _TURN_WAIT_S = 1.0
 class HeldWeights:
     """The weights that one engine computes with: waits for newer ones, asks for a turn, loads. Used by one thread.
 
-    `weightsync.receiver` handles arrival and checks; the receiver is closed with this object. `loaded` is called after
-    each swap.
+    `weightsync.receiver` handles arrival and checks; the receiver is closed with this object. `check` is called after
+    each swap and raises if the engine does not have the version; then `loaded` is. `defers`: an engine that has just
+    loaded cannot compute yet, and the caller says when it can (`check_delivery`).
     """
 
     def __init__(
@@ -144,12 +150,16 @@ class HeldWeights:
         receiver: WeightReceiver,
         load: Callable[[Mapping[str, Tensor]], None],
         *,
+        check: Callable[[Version], None] = lambda _: None,
         loaded: Callable[[Version], None] = lambda _: None,
+        defers: bool = False,
     ) -> None:
         self.version: Version | None = None
         self._context = context
+        self._defers = defers
         self._receiver = receiver
         self._load = load
+        self._check = check
         self._loaded = loaded
         self._timeout_s = context.config.weightsync.timeout_s
 
@@ -188,9 +198,17 @@ class HeldWeights:
         version = self._receiver.load(load, newer_than=None if again else self.version, wait_s=wait_s)
         if version is None:
             return False
+        # Before any response that was drawn with them can leave the engine, which gives them to this thread alone.
+        if not self._defers:
+            self._check(version)
         self.version = version
         self._loaded(version)
         return True
+
+    def check_delivery(self) -> None:
+        """Check the version that was loaded last, now that the engine can compute with it."""
+        assert self.version is not None, "a version was loaded"
+        self._check(self.version)
 
     def wait_for(self, needed: Version) -> None:
         """Load weights of `needed` or later; returns without them only if the run stops. Raises WeightsLate."""

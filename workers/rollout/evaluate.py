@@ -32,6 +32,7 @@ from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_sets
 from workers.engines.base import ResamplingEngine, SleepingGenerator, WakePart
+from workers.engines.delivery import DeliveryCheck
 from workers.engines.load_engine import load_generate_engine, load_generating_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
@@ -131,6 +132,7 @@ class Evaluator:
         load = load_generate_engine if share is None else load_generating_model
         context.report_state(STARTING, LOADING)
         self._engine = load(config, sampling, device=context.device)
+        self._delivery = DeliveryCheck(context, self._engine, sampling)
         self._wake = wake
         self._turn = turn
         self.rest()
@@ -170,6 +172,7 @@ class Evaluator:
         assert self._version is not None, "the wait ends with a newer version"
         if self._turn is not None:
             self._sleeper.wake(WakePart.KV_CACHE)
+        self._delivery.check_loaded(self._version)
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
         return self._version

@@ -335,6 +335,7 @@ class RolloutLoop:
             self._awake = self._weights.load_newest(again=True)
             if self._awake:
                 engine.wake(WakePart.KV_CACHE)
+                self._weights.check_delivery()
         if not self._awake:
             self._fall_asleep(turn)
             return

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError, EngineFailed
@@ -20,6 +21,7 @@ from workers.engines.lora import adapted_modules, write_adapter
 from workers.engines.openai.openai_server import (
     Completion,
     OpenAIServer,
+    RequestRefused,
     ServedAdapter,
     ServedWeights,
     open_updates,
@@ -74,6 +76,7 @@ class OpenAIEngine(TaskEngine):
         self._config = config
         self._dtype = DTYPES[model.dtype]
         self._updates: CallPool | None = None
+        self._warned = False
         self.version = 0
         self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
@@ -113,6 +116,26 @@ class OpenAIEngine(TaskEngine):
             self._updates = open_updates(config)
         self._updates.call_and_wait(str(directory), on=f"the weights in {directory}")
 
+    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
+        """See `ScoringEngine`: one copy per server. None at another temperature than 1, which servers do not apply to
+        prompts, and if a server does not give a prompt's log-probabilities (vLLM's does), which is logged."""
+        if self._sampling.temperature not in (0, 1):
+            return None
+
+        async def score_all() -> list[list[float]]:
+            named = zip(self._servers, map(self._name_of, self._weights), strict=True)
+            return list(await asyncio.gather(*(server.score_prompt(name, tokens_T.tolist()) for server, name in named)))
+
+        timeout_s = (self._config.retries + 1) * self._config.timeout_s
+        try:
+            found = self._run_with_retries(score_all(), "the servers to score a prompt", timeout_s=timeout_s)
+        except RequestRefused as error:
+            if not self._warned:
+                logger.warning("log-probabilities of the probe are not compared: %s", error)
+            self._warned = True
+            return None
+        return torch.tensor(found, dtype=torch.float32)
+
     def close(self) -> None:
         """Close all connections; idempotent. The servers continue with the weights they have."""
         if self._servers:
@@ -138,6 +161,10 @@ class OpenAIEngine(TaskEngine):
             for url in config.urls
         ]
 
+    def _name_of(self, weights: ServedWeights | ServedAdapter) -> str:
+        """Return how requests name the model with a server's weights."""
+        return weights.model if isinstance(weights, ServedAdapter) else self._served
+
     def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
         return self._generate(request, self.version)
 
@@ -147,7 +174,7 @@ class OpenAIEngine(TaskEngine):
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
         ends = self._end_tokens(request)
         body = {
-            "model": weights.model if isinstance(weights, ServedAdapter) else self._served,
+            "model": self._name_of(weights),
             "prompt": request.prompt_P.tolist(),
             "max_tokens": limit,
             "temperature": sampling.temperature,
