@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection as Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,8 @@ def task_rank(port: int, pipe: Pipe, rank: int, size: int, settings: dict[str, s
     )  # fmt: skip
     task: Any = SimpleNamespace(name="ref_log_probs", inputs=INPUTS)
     taken: list[Any] = []
-    for item in _shared_rounds(context, task, _lead(context, task, queue) if rank == 0 else None):
+    chain: Any = SimpleNamespace(computing=nullcontext)
+    for item in _shared_rounds(context, task, _lead(context, task, queue) if rank == 0 else None, chain):
         if isinstance(item, NoRows):
             taken.append(item.reason.value)
         else:
