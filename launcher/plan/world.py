@@ -1004,13 +1004,14 @@ class SimulatedTurn:
     def __init__(self, world: World, instances: Sequence[Instance], actor: SimulatedGang) -> None:
         self._world = world
         self._actor = actor
-        self._gangs: dict[str, Instance | SimulatedGang] = {gang.name: gang for gang in (*instances, actor)}
+        gangs: list[Instance | SimulatedGang] = [*instances, actor]
+        self._gangs = {gang.name: gang for gang in gangs}
         self._stops = world.scenario.schedule.mode.interrupts_for_turns
-        sides = {gang.name: "actor" if gang is actor else "rollout" for gang in self._gangs.values()}
+        sides = {gang.name: "actor" if gang is actor else "rollout" for gang in gangs}
         self._turn = DeviceTurn(sides, interrupts=self._stops)
         self._asked: set[str] = set()
         self._wanted: set[str] = set()
-        for gang in self._gangs.values():
+        for gang in gangs:
             gang.sleep()
 
     def ask(self, gang: "Instance | SimulatedGang") -> None:
