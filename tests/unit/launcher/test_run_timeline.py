@@ -66,7 +66,7 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
     assert found["actor"] == pytest.approx(
         {
             "busy": 0.5, "waiting for data": 0.3, "waiting for peers": 0.1, "other": 0.1,
-            "waiting for admission": 0, "waiting for weights": 0, "waiting for disk": 0,
+            "waiting for admission": 0, "waiting for weights": 0, "waiting for disk": 0, "waiting for devices": 0,
         }
     )  # fmt: skip
     assert found["rollout"]["busy"] == pytest.approx(0.7)
