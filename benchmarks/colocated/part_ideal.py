@@ -254,7 +254,9 @@ def draw(step_s: Mapping[tuple[str, float, Form], float], target: Path, *, measu
     """Draw how much faster the separated, asynchronous run is than each other form, beside the paper's figure."""
     from matplotlib.figure import Figure
 
-    names, switches, forms = (list(dict.fromkeys(case[k] for case in step_s)) for k in range(3))
+    names = list(dict.fromkeys(name for name, _, _ in step_s))
+    switches = list(dict.fromkeys(switch_s for _, switch_s, _ in step_s))
+    forms = list(dict.fromkeys(form for _, _, form in step_s))
     others = [form for form in forms if form is not _OURS]
     width = 0.8 / len(others)
     figure = Figure(figsize=(4.5 * len(switches), 4.5), layout="constrained")

@@ -9,6 +9,7 @@ kills hit a holder, half a sleeper; between two kills the run finishes a step.
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,17 @@ def run(*, directory: Path, short: bool = False, num_kills: int = 10, seed: int 
             say_when(f"kill {number + 1}: {victim.name} at step {before[1]}")
             launched.send(victim.pid)
             killed.append(victim.name)
-            launched.wait_until(
-                lambda before=before: launched.last_step() > before, f"a step after {killed}", deadline_s=_DEADLINE_S
-            )
+            launched.wait_until(partial(is_past, launched, before), f"a step after {killed}", deadline_s=_DEADLINE_S)
         launched.end_with(0, deadline_s=_DEADLINE_S)
         found = audit(launched.lines("ledger.jsonl"), launched.lines("updates.jsonl"))
         problems = launched.verify()
     assert not problems, problems
     assert not found.updates_missing, f"{found.updates_missing} steps without an optimizer update"
     return {"kills": len(killed), "skipped": found.skipped, "twice": found.twice + found.updates_twice}
+
+
+def is_past(launched: LaunchedRun, before: tuple[int, int]) -> bool:
+    return launched.last_step() > before
 
 
 def choose(launched: LaunchedRun, chance: random.Random, *, holds: bool) -> Member:

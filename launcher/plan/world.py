@@ -1007,11 +1007,11 @@ class SimulatedTurn:
         gangs: list[Instance | SimulatedGang] = [*instances, actor]
         self._gangs = {gang.name: gang for gang in gangs}
         self._stops = world.scenario.schedule.mode.interrupts_for_turns
-        sides = {name: "actor" if gang is actor else "rollout" for name, gang in self._gangs.items()}
+        sides = {gang.name: "actor" if gang is actor else "rollout" for gang in gangs}
         self._turn = DeviceTurn(sides, interrupts=self._stops)
         self._asked: set[str] = set()
         self._wanted: set[str] = set()
-        for gang in self._gangs.values():
+        for gang in gangs:
             gang.sleep()
 
     def ask(self, gang: "Instance | SimulatedGang") -> None:
