@@ -15,7 +15,7 @@ OWN_ARGUMENTS = frozenset({
     "distributed_executor_backend", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
     "lora_target_modules",
 })  # fmt: skip
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room (its `MaxLoRARanks`)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room (its MaxLoRARanks)
 
 
 class VllmConfig(Settings):
