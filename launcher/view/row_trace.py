@@ -134,6 +134,8 @@ class RowIndex:
     def _connect(path: Path | str) -> sqlite3.Connection:
         database = sqlite3.connect(path, timeout=_LOCK_S, isolation_level=None)
         try:
+            # A killed process loses nothing by this, and what a power failure damages is built anew.
+            database.execute("PRAGMA synchronous = OFF")
             with _transaction(database):  # also finds out whether it may be written
                 (there,) = database.execute("PRAGMA user_version").fetchone()
                 if there != _FORMAT:
