@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Store, Work
@@ -32,6 +31,7 @@ from asyncflow.device import abort_group, connect_group, side_stream, use_device
 from asyncflow.errors import TransportError, WeightsLate, WeightSyncError
 from asyncflow.transport.meeting import Credentials, key_appears
 from asyncflow.transport.server import Connection
+from weightsync.checksums import checksum
 from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer
 from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TransferPlan
 from weightsync.slot_memory import RegionLayout
@@ -42,15 +42,10 @@ from weightsync.version import Version
 #     int64 words   | piece ..... | piece . | ... | bucket, lineage, step, checksum |
 #                     each begins with a word       the trailer
 #
-# The checksum is the sum of all words, each multiplied by an odd number that depends on its position, modulo 2**64.
-# Integers add exactly in any order, so every device computes the same sum; and a change of any single word always
-# changes it. The device does all the work: only the trailers are copied to the host, once per version.
+# The checksum (`checksums.py`) is computed by the device: only the trailers are copied to the host, once per version.
 
 _WORD_BYTES = 8
 _TRAILER_WORDS = 4
-_COLUMNS = 1024
-# Where the two tables of factors begin, in units of 2**40.
-_ROW_FACTORS, _COLUMN_FACTORS = 1, 2
 
 
 class BucketLayout:
@@ -99,27 +94,6 @@ class BucketLayout:
 @lru_cache(maxsize=8)
 def bucket_layouts(layout: RegionLayout) -> tuple[BucketLayout, ...]:
     return tuple(BucketLayout(bucket, layout) for bucket in layout.plan.buckets)
-
-
-def checksum(words: Tensor) -> Tensor:
-    """Return int64 []: sum over r, c of row(r) * column(c) * words[1024 r + c], modulo 2**64, for int64 [any] words."""
-    rows, device = words.numel() // _COLUMNS, words.device
-    body, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
-    columns = _odd_numbers(_COLUMNS, _COLUMN_FACTORS, device)
-    # Accelerators have no integer matrix product. On the CPU it needs no second buffer and a sixth of the time.
-    sums = body.mv(columns) if device.type == "cpu" else (body * columns).sum(1)
-    sums = torch.cat((sums, (rest * columns[: rest.numel()]).sum().view(1)))
-    return (sums * _odd_numbers(rows + 1, _ROW_FACTORS, device)).sum()
-
-
-@lru_cache(maxsize=256)
-def _odd_numbers(count: int, table: int, device: torch.device) -> Tensor:
-    """Return int64 [count]: splitmix64 of the positions, lowest bit set (Steele et al. 2014, figure 14)."""
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64((table << 40) + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(mixed.view(np.int64)).to(device)
 
 
 # Bounds what one member waits for the others, however long a transfer may take: for a group to meet, and for one bucket

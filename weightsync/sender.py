@@ -29,6 +29,7 @@ from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
 from weightsync.broadcast_group import Broadcaster, bucket_layouts
+from weightsync.checksums import box_checksum
 from weightsync.messages import (
     AwaitRepair,
     NoRepair,
@@ -123,6 +124,24 @@ class ShardWriter:
                 whole[number] = shards[number].values.detach().reshape(size)
             sources.append(whole[number] if box.size == size else whole[number][box.slices])
         torch._foreach_copy_(list(views), sources, non_blocking=True)
+
+    def sum_pieces(self, shards: Sequence[Shard], dtype: torch.dtype | None) -> dict[str, int]:
+        """Return this rank's share of the checksum of every tensor that it sends, by name; see `box_checksum`.
+
+        Args:
+            shards: as in `write`.
+            dtype: to which a receiver casts floating-point tensors; None: as they travel.
+        """
+        sums: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            for piece, (number, box) in zip(bucket.pieces, self._sources[bucket.index], strict=True):
+                spec, shard = self.layout.tensor_spec(piece.tensor), shards[number]
+                sent = shard.values.detach().reshape(shard.box.size)[box.slices].to(getattr(torch, spec.dtype))
+                loaded = sent.to(dtype) if dtype is not None and sent.is_floating_point() else sent
+                share = box_checksum(loaded, piece.box, spec.shape)
+                sums[piece.tensor] = sums[piece.tensor] + share if piece.tensor in sums else share
+        known = torch.stack(list(sums.values())).tolist() if sums else []  # the only wait for the device
+        return dict(zip((self.layout.plan.names[number] for number in sums), known, strict=True))
 
     def copy_target(self, source: Target, target: Target) -> None:
         for bucket, views in target.views.items():
@@ -444,6 +463,13 @@ class WeightSender:
                 self._state.staged = staged
                 self._events.put(staged)
         return time.monotonic() - began
+
+    def sum_pieces(self, shards: Iterable[Shard], dtype: torch.dtype | None) -> dict[str, int]:
+        """Return this rank's shares of the checksums of what `publish` would send of these shards now; see
+        `ShardWriter.sum_pieces`."""
+        held = list(shards)
+        self._writer.match_shards(held)
+        return self._writer.sum_pieces(held, dtype)
 
     def before_update(self) -> float:
         """Wait until the copies have read the weights; returns the seconds waited. Call it before every update."""

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from asyncflow.transport.meeting import Credentials
 from weightsync.agent.agent_service import WeightAgent
-from weightsync.broadcast_group import Broadcaster, BroadcastMember, checksum
+from weightsync.broadcast_group import Broadcaster, BroadcastMember
+from weightsync.checksums import checksum
 from weightsync.config import WeightSyncConfig
 from weightsync.plan import Box, Need, ShardSpec, plan_transfer
 from weightsync.receiver import WeightReceiver

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncflow.errors import WeightSyncError
-from weightsync.broadcast_group import BucketLayout, bucket_layouts, checksum
+from weightsync.broadcast_group import BucketLayout, bucket_layouts
+from weightsync.checksums import checksum
 from weightsync.plan import Box, ShardSpec, plan_transfer
 from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
