@@ -78,6 +78,18 @@ class PlanError(WeightSyncError):
     final = True
 
 
+class WeightsNotDelivered(WeightSyncError):
+    """A generating engine does not compute with the weights that the trainer published. Names the instance, the
+    version and, where they are known, the tensors; no response drawn with them has left the instance.
+    """
+
+
+class WeightsNeverDelivered(WeightsNotDelivered):
+    """The same, once more after the instance was started again."""
+
+    final = True
+
+
 class CheckpointError(AsyncFlowError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
 

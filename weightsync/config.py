@@ -95,6 +95,10 @@ class WeightSyncConfig(Settings):
     delta: bool = False
     """Between nodes, send only what changed since the version that the other node has, where that is smaller; lossless.
     Has no effect on a single node, where nothing is sent."""
+    proof_interval: int = Field(1, ge=0)
+    """Prove the delivery of every N-th version, and always of the first one after a start or a restore: before a
+    generator draws a token with it, its weights' checksums, and log-probabilities of a probe, are compared with the
+    trainer's. A mismatch restarts the instance, a second one ends the run. 0: never."""
     timeout_s: float = Field(300.0, gt=0)
     """Deadline (s) that applies separately to each wait of an update: for receivers to be ready, for a free slot, for a
     group to be built, for a broadcast to end."""

@@ -18,7 +18,15 @@ from _pytest.mark.structures import ParameterSet
 from asyncflow.errors import BadRequest
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.training import EOS, MAX_POSITIONS, VOCABULARY, Reference, save_tiny_model
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
+from weightsync.checksums import tensor_checksum
+from workers.engines.base import (
+    ChecksummedEngine,
+    GenerateEngine,
+    GenerateRequest,
+    Generation,
+    ScoringEngine,
+    generate,
+)
 from workers.settings.rollout import SamplingConfig
 
 # An engine under test, with what a test does to it: ask, step, swap, compare with the reference.
@@ -232,6 +240,41 @@ def test_new_weights_take_the_place_of_the_old_ones_entirely(model_lab: Lab) -> 
     for request, response in zip(requests, after, strict=True):
         assert response.versions_R.tolist() == [1] * len(response.response_R)
         model_lab.assert_like_reference(request, response)
+
+
+def test_prompt_log_probs_are_those_of_the_weights_that_it_computes_with(model_lab: Lab) -> None:
+    """`ScoringEngine`, which is optional: weights that come later, and responses that run, change nothing."""
+    engine, prompt = model_lab.engine, 2 + torch.arange(20) * 7 % 11
+    if not isinstance(engine, ScoringEngine) or not model_lab.adapter.loads_weights:
+        pytest.skip("the engine does not score prompts")
+    if engine.prompt_log_probs(prompt) is None:
+        pytest.skip("the engine does not score prompts with these settings")
+    requests = model_lab.requests(6)
+    alone = model_lab.drain(requests)
+    for version, path in enumerate((model_lab.old, model_lab.new, model_lab.old)):
+        model_lab.swap(path, version=version)
+        engine.submit(requests)
+        found_CA = engine.prompt_log_probs(prompt)
+        expected = model_lab.references[version % 2].log_probs(prompt[:1], prompt[1:])
+        assert found_CA is not None and found_CA.dtype == torch.float32 and not found_CA.is_inference()
+        for found in found_CA:
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=model_lab.adapter.tolerance)
+        responses = model_lab.drain()
+    if model_lab.adapter.draws_ignore_batch:
+        assert all(one.response_R.equal(other.response_R) for one, other in zip(alone, responses, strict=True))
+
+
+def test_checksums_are_those_of_the_weights_that_it_computes_with(lab: Lab) -> None:
+    """`ChecksummedEngine`, which is optional; an engine may leave out tensors that it cannot read back."""
+    if not isinstance(lab.engine, ChecksummedEngine) or not lab.adapter.loads_weights:
+        pytest.skip("the engine does not read its weights back")
+    for path in (lab.old, lab.new):
+        lab.swap(path, version=0)
+        weights, held = lab.adapter.weights(path), lab.engine.weight_checksums()
+        assert held and held.keys() <= weights.keys()
+        for name, one in held.items():
+            expected = tensor_checksum(weights[name].to(getattr(torch, one.dtype)))
+            assert (int(expected) - one.checksum) % 2**64 == 0, name
 
 
 def test_needs_name_the_weights(lab: Lab) -> None:

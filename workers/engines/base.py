@@ -157,6 +157,36 @@ class GenerateEngine(Protocol):
         """Free processes and device memory; idempotent. No other method may be called afterwards."""
 
 
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """A `GenerateEngine` that gives log-probabilities of given tokens, so that its weights can be proven by numbers."""
+
+    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
+        """Return float32 [C, T - 1]: what each of its C copies of the loaded weights gives each token after the first,
+        under the tempered distribution; None: the engine cannot say under its settings.
+
+        Called between `load_weights` and the next `step`; running responses are not disturbed. `tokens_T` is int64 [T]
+        in host memory, shorter than a prompt with its response may be.
+        """
+
+
+@runtime_checkable
+class ChecksummedEngine(Protocol):
+    """A `GenerateEngine` that can read back the weights that it computes with, so that they are proven bit by bit."""
+
+    def weight_checksums(self) -> Mapping[str, "HeldChecksum"]:
+        """Return the checksums of the weights that it holds now, by the names of `weight_needs`; only those that it can
+        read back. Called between `load_weights` and the next `step`."""
+
+
+@dataclass(frozen=True)
+class HeldChecksum:
+    """The checksum of a whole tensor as an engine holds it."""
+
+    dtype: str  # element type that it is held in, e.g. `bfloat16`
+    checksum: int  # `weightsync.checksums.tensor_checksum`, modulo 2**64
+
+
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
 ) -> None:

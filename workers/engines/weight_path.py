@@ -15,6 +15,7 @@ from weightsync.receiver import RanksEngine, RanksReceiver, WeightReceiver
 from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import GenerateEngine, LocalShard
+from workers.engines.delivery import DeliveryCheck
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather
 from workers.settings.dataflow import WEIGHTS
@@ -93,6 +94,7 @@ def follow_policy(
     """
     config = context.config
     broadcast = config.weightsync.path == "broadcast"
+    check = DeliveryCheck(context, engine, config.rollout).check_loaded
     if isinstance(engine, RanksEngine):
         ranks = RanksReceiver(
             context.job_credentials(), _agent(context), context.name, engine,
@@ -100,12 +102,13 @@ def follow_policy(
             takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
             timeline=context.timeline,
         )  # fmt: skip
-        return HeldWeights(context, ranks, lambda _: engine.load_held(), loaded=loaded)
+        return HeldWeights(context, ranks, lambda _: engine.load_held(), check=check, loaded=loaded)
     receiver = open_receiver(
         context, engine.weight_needs(), adopts=engine.adopts_weights, arrived=arrived,
         keeps_on_host=config.rollout.engine == "openai",  # it passes them on to other processes
     )  # fmt: skip
-    return HeldWeights(context, receiver, partial(engine.load_weights, adopt=receiver.adopts), loaded=loaded)
+    load = partial(engine.load_weights, adopt=receiver.adopts)
+    return HeldWeights(context, receiver, load, check=check, loaded=loaded)
 
 
 def _agent(context: WorkerContext) -> str:
@@ -124,8 +127,8 @@ _TURN_WAIT_S = 1.0
 class HeldWeights:
     """The weights that one engine computes with: waits for newer ones, asks for a turn, loads. Used by one thread.
 
-    `weightsync.receiver` handles arrival and checks; the receiver is closed with this object. `loaded` is called after
-    each swap.
+    `weightsync.receiver` handles arrival and checks; the receiver is closed with this object. `check` is called after
+    each swap and raises if the engine does not have the version; then `loaded` is.
     """
 
     def __init__(
@@ -134,12 +137,14 @@ class HeldWeights:
         receiver: WeightReceiver,
         load: Callable[[Mapping[str, Tensor]], None],
         *,
+        check: Callable[[Version], None] = lambda _: None,
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
         self.version: Version | None = None
         self._context = context
         self._receiver = receiver
         self._load = load
+        self._check = check
         self._loaded = loaded
         self._timeout_s = context.config.weightsync.timeout_s
 
@@ -168,6 +173,8 @@ class HeldWeights:
         version = self._receiver.load(load, newer_than=self.version, wait_s=wait_s)
         if version is None:
             return False
+        # Before any response that was drawn with them can leave the engine, which gives them to this thread alone.
+        self._check(version)
         self.version = version
         self._loaded(version)
         return True

@@ -27,13 +27,11 @@ from asyncflow.errors import TrainingDiverged
 from tq.columns import PackedBatch
 from workers.algorithms.parts import bounded_ratio, kl_divergence
 from workers.engines.base import DivisibleLoss, LossFunction, TrainEngine
+from workers.engines.delivery import rounding_error
 from workers.records.step_totals import effective_sample_size
 from workers.rows.packed_rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
 
-# Largest mean difference (nats) of a token's log-probability between two engines with the same weights, at an entropy
-# of at least one nat. Measured: 1.3e-5 and 0.037 (docs/algorithms.md).
-_FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
 # A difference of more than this many errors is a fault.
 _TIMES = 2.0
 # An older version may be this many times as far away as the trainer's own moves since, which few samples measure.
@@ -65,14 +63,9 @@ class GapLimits:
     @staticmethod
     def from_config(config: RunConfig) -> "GapLimits | None":
         """Return the limits for the least precise dtype that computes or sends the policy; None: a simulated engine."""
-        rollout = config.rollout
-        if "sim" in (rollout.engine, config.actor.engine):
+        rollout, error = config.rollout, rounding_error(config)
+        if error is None:
             return None
-        types: set[str | None] = {config.model.dtype, config.actor.autocast, config.weightsync.dtype}
-        if rollout.engine == "vllm":
-            types = {config.vllm.dtype or config.model.dtype, config.actor.autocast, config.weightsync.dtype}
-        rough = bool(types - {"float32", None}) or rollout.engine == "openai" or "rollout" in config.outside_roles
-        error = _BFLOAT16_ERROR if rough else _FLOAT32_ERROR
         chosen = config.algorithm.filters_groups or bool(config.schedule.lateness) or rollout.is_own
         return GapLimits(error, surprise=rollout.top_p == 1 and not rollout.top_k and not chosen)
 

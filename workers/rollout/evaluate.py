@@ -29,6 +29,7 @@ from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
+from workers.engines.delivery import DeliveryCheck
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
@@ -84,6 +85,7 @@ class Evaluator:
         ]
         sampling = config.evaluate.sampling(config.rollout)
         self._engine = load_generate_engine(config, sampling, device=context.device)
+        self._delivery = DeliveryCheck(context, self._engine, sampling)
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
@@ -111,6 +113,7 @@ class Evaluator:
             self._version = self._receiver.load(load, newer_than=self._version)
             self._receiver.drop()
         assert self._version is not None, "the wait ends with a newer version"
+        self._delivery.check_loaded(self._version)
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
         return self._version

@@ -54,6 +54,7 @@ from workers.checkpoint.saved_shards import ExportShare, HostCopy, load_shards, 
 from workers.checkpoint.writer import Checkpointer, Contents, Export, RunFacts
 from workers.data.model_files import model_fingerprint
 from workers.engines.base import RankedExportEngine, TrainEngine, ValueEngine
+from workers.engines.delivery import DeliveryProver
 from workers.engines.load_engine import load_train_engine, load_value_engine, row_groups
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
@@ -117,6 +118,7 @@ class Actor:
         peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
         self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
         self._sender = open_sender(context, self._engine.shards())
+        self._prover = DeliveryProver(context, self._engine, self._sender, place)
         self._client = context.queue_client()
         self._loader = open_loader(
             context,
@@ -266,6 +268,8 @@ class Actor:
         """Send the weights of `step` and announce them; returns seconds held up, or None if a stop came first."""
         version = Version(self._context.job.lineage, step)
         self._context.report_state("publishing weights", step=step, version=step)
+        # Before they are published: whoever has the version finds its record.
+        proving_s = self._prover.record_version(version, self._engine.shards())
         try:
             with self._context.timeline.span("publish weights", step=step):
                 held_up_s = self._sender.publish(
@@ -283,7 +287,7 @@ class Actor:
         if self._recorder is not None:
             known = self._recorder.num_refills
             self._recorder.add_refills(self._client.publish_version(step, refills_known=known))
-        return held_up_s
+        return proving_s + held_up_s
 
     def _begin_save(self) -> None:
         step = self._completed

@@ -25,8 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
+from weightsync.checksums import tensor_checksum
 from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, HeldChecksum
 from workers.engines.hf.lanes import KeyShape, Lane, alike
 from workers.engines.hf.model import DTYPES, CheckedEngine, empty_causal_lm, materialize, replace_weights
 from workers.engines.packed_attention import alike_attention
@@ -367,7 +368,8 @@ class HfEngine(CheckedEngine):
         self._responses_SM = torch.zeros(size, dtype=torch.int64, device=device)
         self._log_probs_SM = torch.zeros(size, device=device)
         self._versions_SM = torch.zeros(size, dtype=torch.int32, device=device)
-        self._batch = RunningBatch(_key_shape(self._model, device), max_new_tokens=sampling.max_response_tokens)
+        self._key_shape = _key_shape(self._model, device)
+        self._batch = RunningBatch(self._key_shape, max_new_tokens=sampling.max_response_tokens)
         self._free = list(reversed(range(sampling.batch_size)))
         self.version = 0
 
@@ -422,6 +424,26 @@ class HfEngine(CheckedEngine):
         if self._sampling.on_swap == "recompute":
             # The version stamped on a token is then exactly that of the weights behind its log-probability.
             self._batch.enter_again()
+
+    @torch.inference_mode()
+    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
+        """See `ScoringEngine`; computed as for any prompt that enters, in a batch of its own."""
+        batch = RunningBatch(self._key_shape, max_new_tokens=1)
+        batch.enter_response(RunningResponse(GenerateRequest(0, tokens_T, seed=0), 0, tokens_T.tolist()))
+        inputs = batch.next_inputs()
+        inputs.predictors = list(range(len(tokens_T) - 1))
+        log_probs_TV = tempered_log_probs(self._forward_step(inputs), self._sampling)
+        found_T = log_probs_TV.gather(-1, tokens_T[1:, None].to(self._device)).squeeze(-1)
+        with torch.inference_mode(False):
+            return torch.empty((1, len(found_T)), dtype=torch.float32).copy_(found_T)
+
+    def weight_checksums(self) -> Mapping[str, HeldChecksum]:
+        """See `ChecksummedEngine`."""
+        sums = torch.stack([tensor_checksum(parameter) for parameter in self._parameters.values()]).tolist()
+        return {
+            name: HeldChecksum(str(parameter.dtype).removeprefix("torch."), known)
+            for (name, parameter), known in zip(self._parameters.items(), sums, strict=True)
+        }
 
     def close(self) -> None:
         self.abort()
@@ -488,10 +510,7 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) ->
     [B], under the tempered distribution before filtering (at temperature 0 under the untempered one). A row's result
     depends on that row alone; `uniform_B` is float32 in [0, 1).
     """
-    logits_BV = logits_BV.float()
-    if config.temperature not in (0, 1):
-        logits_BV = logits_BV / config.temperature
-    log_probs_BV = logits_BV.log_softmax(-1)
+    log_probs_BV = tempered_log_probs(logits_BV, config)
     probs_BV = log_probs_BV.exp()
     if config.temperature == 0:
         token_B = log_probs_BV.argmax(-1)
@@ -500,6 +519,14 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) ->
     else:
         token_B = _invert(probs_BV, uniform_B)
     return token_B, log_probs_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+
+
+def tempered_log_probs(logits_BV: Tensor, config: SamplingConfig) -> Tensor:
+    """Return float32 [B, V] under the tempered distribution; at temperature 0 under the untempered one."""
+    logits_BV = logits_BV.float()
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
+    return logits_BV.log_softmax(-1)
 
 
 def _key_shape(model: Any, device: torch.device) -> KeyShape:
