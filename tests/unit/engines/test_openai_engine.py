@@ -147,6 +147,38 @@ def test_a_completed_stop_string_closes_the_connection_and_the_caller_cuts_what_
     assert stopped is not None and (stopped.text, stopped.shown_ids) == ("67", [5])
 
 
+def scores(*log_probs: float, tokens: tuple[int, ...] = (4, 5)) -> Callable[[BaseHTTPRequestHandler, Any], None]:
+    """Return what answers with a prompt's log-probabilities, as vLLM's server does."""
+    known = [None, *({str(token): {"logprob": value}} for token, value in zip(tokens, log_probs, strict=True))]
+    return lambda handler, _: reply(handler, 200, {"choices": [{"text": "", "prompt_logprobs": known}]})
+
+
+def test_every_server_scores_a_prompt(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:
+    other = CompletionsServer(scores(-1.5, -2.5))
+    server.answer = scores(-1.0, -2.0)
+    engine = make_engine(urls=(server.url, other.url))
+    found = engine.prompt_log_probs(torch.tensor([3, 4, 5]))
+    other.close()
+    assert found is not None and found.tolist() == [[-1.0, -2.0], [-1.5, -2.5]]
+    (body,) = server.bodies
+    assert (body["prompt"], body["max_tokens"], body["prompt_logprobs"]) == ([3, 4, 5], 1, 0)
+
+
+def test_a_server_that_scores_no_prompts_is_told_of_and_no_failure(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    without = lambda handler, _: reply(handler, 200, {"choices": [{"text": ""}]})  # noqa: E731
+    others = scores(-1.0, -2.0, tokens=(7, 8))
+    for answer in (error(400, "prompt_logprobs"), without, others):
+        server.answer = answer
+        assert engine.prompt_log_probs(torch.tensor([3, 4, 5])) is None
+    told = [record.message for record in caplog.records if "are not compared" in record.message]
+    assert len(told) == 1 and "answered 400" in told[0]
+    tempered = make_engine({"temperature": 0.5}, logprobs_mode="processed")
+    assert tempered.prompt_log_probs(torch.tensor([3, 4, 5])) is None
+
+
 def test_all_calls_of_a_rollout_go_to_one_server(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:

@@ -25,12 +25,13 @@ from asyncflow.errors import ConfigError, EngineFailed, PlanError
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.generating import *  # noqa: F403
 from asyncflow.testing.training import EOS
+from weightsync.checksums import box_checksum, tensor_checksum
 from weightsync.version import Version
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.stop_strings import StopTokenizer
 from workers.engines.vllm import engine as vllm_engine
 from workers.engines.vllm import vllm_process
-from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.engine import VllmEngine, whole_checksums
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
@@ -84,6 +85,37 @@ class Model(nn.Module):
 
     def load_weights(self, weights: Any) -> None:
         self.loaded = [(name, weight.clone()) for name, weight in weights]
+        for name, weight in self.loaded:
+            if weight.dim() == 1:
+                place(self, name, nn.Module(), weight)
+
+
+def place(model: nn.Module, name: str, layer: nn.Module, values: Tensor) -> None:
+    """Put a layer's parameter where its name says; `layer` is for a place that is empty."""
+    *path, last, leaf = name.split(".")
+    for part in path:
+        if not hasattr(model, part):
+            model.add_module(part, nn.Module())
+        model = getattr(model, part)
+    if not hasattr(model, last):
+        model.add_module(last, layer)
+    getattr(model, last).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+
+
+class ColumnParallelLinear(nn.Module):
+    """vLLM's layers, as far as it matters which part of a tensor they hold."""
+
+
+class QKVParallelLinear(ColumnParallelLinear): ...
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear): ...
+
+
+class RowParallelLinear(nn.Module): ...
+
+
+class VocabParallelEmbedding(nn.Module): ...
 
 
 @dataclass
@@ -142,7 +174,15 @@ class Llm:
         self.calls.append("shutdown")
         self.transfer.shutdown()
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], parameters: Any, name: str, *, priority: int = 0
+    ) -> AsyncIterator[Any]:
+        if hasattr(parameters, "prompt_logprobs"):
+            assert priority < 0, "it waits behind all responses"
+            tokens = prompt["prompt_token_ids"]
+            known = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
+            yield SimpleNamespace(prompt_logprobs=known, outputs=[])
+            return
         assert parameters.stream_interval == 8
         draws, tokens, spans = random.Random(parameters.seed), [], []
         reason = None
@@ -291,6 +331,12 @@ def fake_vllm() -> Iterator[None]:
         },
         "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": TransferEngine, **transfer, **request},
         "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.linear": {
+            kind.__name__: kind
+            for kind in (ColumnParallelLinear, QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
+        },
+        "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": VocabParallelEmbedding},
         "vllm.model_executor.model_loader": {},
         "vllm.model_executor.model_loader.reload": reload,
     }
@@ -355,6 +401,83 @@ class FakeOldVllm(FakeVllm):
 
 
 ADAPTERS = [FakeVllm(), FakeOldVllm()]
+
+
+def layer(kind: type[nn.Module], *, method: str = "UnquantizedLinearMethod", **attributes: Any) -> nn.Module:
+    made = kind()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    made.quant_method = type(method, (), {})()  # type: ignore[assignment]
+    return made
+
+
+def rank_of_model(whole: dict[str, Tensor], rank: int, ranks: int, *, method: str) -> nn.Module:
+    """Return what a rank of a model of one layer, 4 heads and 2 key heads of size 3 holds, as vLLM's loaders cut it."""
+    model, replicas = Model(), max(1, ranks // 2)
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate", "up"]}  # type: ignore[assignment]
+
+    def rows(name: str, number: int, count: int) -> Tensor:
+        return whole[f"l.{name}"].chunk(count)[number]
+
+    heads = {"num_heads": 4 // ranks, "num_kv_heads": max(1, 2 // ranks), "head_size": 3, "v_head_size": 3}
+    for leaf in ("weight", "bias"):
+        parts = [rows(f"q_proj.{leaf}", rank, ranks)]
+        parts += [rows(f"{name}.{leaf}", rank // replicas, min(2, ranks)) for name in ("k_proj", "v_proj")]
+        qkv = layer(QKVParallelLinear, method=method, tp_rank=rank, num_kv_head_replicas=replicas, **heads)
+        place(model, f"l.qkv_proj.{leaf}", qkv, torch.cat(parts))
+    merged = layer(MergedColumnParallelLinear, method=method, tp_rank=rank, tp_size=ranks, output_sizes=[8, 8])
+    place(model, "l.gate_up_proj.weight", merged, torch.cat([rows(f"{n}.weight", rank, ranks) for n in ("gate", "up")]))
+    column = layer(ColumnParallelLinear, method=method, tp_rank=rank)
+    place(model, "l.column.weight", column, rows("column.weight", rank, ranks))
+    down = layer(RowParallelLinear, method=method, tp_rank=rank, input_size_per_partition=8 // ranks)
+    place(model, "l.down.weight", down, whole["l.down.weight"].chunk(ranks, dim=1)[rank])
+    place(model, "l.norm.weight", nn.Module(), whole["l.norm.weight"])
+    size = 12 // ranks  # 10 tokens, padded to 12
+    start, end = min(10, rank * size), min(10, rank * size + size)
+    indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+    embedding = layer(VocabParallelEmbedding, method="UnquantizedEmbeddingMethod", tp_rank=rank, shard_indices=indices)
+    padded = torch.cat([whole["l.embed.weight"], torch.full((2, 6), 9.0)])
+    place(model, "l.embed.weight", embedding, padded[rank * size : rank * size + size])
+    return model
+
+
+def test_a_prompt_is_scored_ahead_of_responses_unless_the_sampler_has_the_temperature(
+    model_dir: Path, sampling: SamplingConfig
+) -> None:
+    prompt = torch.tensor([3, 5, 7])
+    with opened(model_dir, sampling) as engine:
+        engine.load_weights(weights_of(model_dir))
+        found = engine.prompt_log_probs(prompt)
+        assert found is not None and found.tolist() == [[-5.0, -7.0]]
+    with opened(model_dir, sampling.model_copy(update={"temperature": 0.5})) as engine:
+        assert engine.prompt_log_probs(prompt) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("method", ["UnquantizedLinearMethod", "Fp8LinearMethod"])
+def test_fused_and_sharded_layouts_give_the_checksums_of_the_whole_tensors(ranks: int, method: str) -> None:
+    from workers.engines.vllm.vllm_worker import held_boxes
+
+    shapes = {
+        "q_proj": (12, 6), "k_proj": (6, 6), "v_proj": (6, 6), "gate": (8, 6), "up": (8, 6), "column": (4, 6),
+        "down": (6, 8), "embed": (10, 6), "norm": (6,),
+    }  # fmt: skip
+    biases = {
+        f"l.{name}.bias": (rows,) for name, (rows, *_) in shapes.items() if name in ("q_proj", "k_proj", "v_proj")
+    }
+    named = {f"l.{name}.weight": shape for name, shape in shapes.items()} | biases
+    chance = torch.Generator().manual_seed(ranks)
+    whole = {name: torch.randn(shape, generator=chance) for name, shape in named.items()}
+    parts: list[Any] = []
+    for rank in range(ranks):
+        for name, box, values in held_boxes(rank_of_model(whole, rank, ranks, method=method), named):
+            share = int(box_checksum(values, box, named[name]))
+            parts.append((name, list(box.offset), list(box.size), "float32", share))
+    found = {name: one.checksum for name, one in whole_checksums(parts, named).items()}
+    expected = {name: int(tensor_checksum(values)) % 2**64 for name, values in whole.items()}
+    if method != "UnquantizedLinearMethod":  # it may keep them in another layout
+        expected = {name: expected[name] for name in ("l.embed.weight", "l.norm.weight")}
+    assert found == expected
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError, EngineFailed
@@ -16,7 +17,14 @@ from workers.data.model_files import max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation
 from workers.engines.hf.model import DTYPES
 from workers.engines.hf.weights import copy_without_weights, write_weights
-from workers.engines.openai.openai_server import Completion, OpenAIServer, ServedWeights, open_updates, pauses
+from workers.engines.openai.openai_server import (
+    Completion,
+    OpenAIServer,
+    RequestRefused,
+    ServedWeights,
+    open_updates,
+    pauses,
+)
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.stop_strings import StopStrings
 from workers.settings.openai import OpenAIConfig, read_api_key
@@ -55,6 +63,7 @@ class OpenAIEngine(TaskEngine):
         self._config = config
         self._dtype = DTYPES[model.dtype]
         self._updates: CallPool | None = None
+        self._warned = False
         self.version = 0
         self._tasks = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
@@ -87,6 +96,26 @@ class OpenAIEngine(TaskEngine):
         if self._updates is None:
             self._updates = open_updates(config)
         self._updates.call_and_wait(str(directory), on=f"the weights in {directory}")
+
+    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
+        """See `ScoringEngine`: one copy per server. None at another temperature than 1, which servers do not apply to
+        prompts, and if a server does not give a prompt's log-probabilities (vLLM's does), which is logged."""
+        if self._sampling.temperature not in (0, 1):
+            return None
+
+        async def score_all() -> list[list[float]]:
+            scored = (server.score_prompt(self._served, tokens_T.tolist()) for server in self._servers)
+            return list(await asyncio.gather(*scored))
+
+        timeout_s = (self._config.retries + 1) * self._config.timeout_s
+        try:
+            found = self._run_with_retries(score_all(), "the servers to score a prompt", timeout_s=timeout_s)
+        except RequestRefused as error:
+            if not self._warned:
+                logger.warning("log-probabilities of the probe are not compared: %s", error)
+            self._warned = True
+            return None
+        return torch.tensor(found, dtype=torch.float32)
 
     def close(self) -> None:
         """Close all connections; idempotent. The servers continue with the weights they have."""

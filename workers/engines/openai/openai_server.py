@@ -63,6 +63,18 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _TokenLogProb(msgspec.Struct):
+    logprob: float
+
+
+class _ScoredChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _TokenLogProb] | None] | None = None
+
+
+class _Scored(msgspec.Struct):
+    choices: list[_ScoredChoice] = []
+
+
 class _Model(msgspec.Struct):
     id: str
 
@@ -146,6 +158,29 @@ class OpenAIServer:
                 return await self._complete_once(whole, progress, is_over)
 
         return await self._retry_attempt(attempt, ServerBusy)
+
+    async def score_prompt(self, model: str, tokens: list[int]) -> list[float]:
+        """Return the log-probabilities of a prompt's tokens after the first, by vLLM's `prompt_logprobs`.
+
+        Raises:
+            RequestRefused: the server does not give them.
+            EngineFailed: it failed.
+        """
+        body = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+
+        async def attempt() -> _Scored:
+            response = await self._send_request("POST", "/v1/completions", body)
+            return self._decode_json(response.content, _Scored, "/v1/completions")
+
+        scored = await self._retry_attempt(attempt, ServerBusy)
+        known = scored.choices[0].prompt_logprobs if scored.choices else None
+        if known is None or len(known) != len(tokens):
+            raise RequestRefused(f"openai: {self._url} does not return `prompt_logprobs`")
+        found = [(one or {}).get(str(token)) for one, token in zip(known[1:], tokens[1:], strict=True)]
+        values = [one.logprob for one in found if one is not None]
+        if len(values) != len(found):
+            raise RequestRefused(f"openai: {self._url} returns `prompt_logprobs` without the prompt's own tokens")
+        return values
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return an attempt's result; retry while there is no connection.

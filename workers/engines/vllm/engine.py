@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import EngineFailed
-from weightsync.plan import TensorSpec, TransferPlan
+from weightsync.plan import Box, TensorSpec, TransferPlan, first_overlap
 from weightsync.receiver import Following
 from weightsync.slot_memory import Region, RegionLayout, SlotMemory
 from weightsync.version import Version
 from workers.data.model_files import max_positions
-from workers.engines.base import EngineSetup, GenerateRequest, Generation
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, HeldChecksum
 from workers.engines.response_tasks import ResponseTasks, TaskEngine
 from workers.engines.vllm.vllm_process import (
     VllmProcess,
@@ -175,6 +176,21 @@ class VllmEngine(TaskEngine):
 
         self._tasks.run_coroutine(receive(), what="vLLM's ranks to receive weights", timeout_s=timeout_s)
 
+    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
+        """See `ScoringEngine`; None at a temperature that the sampler applies, since vLLM's prompts do not pass it."""
+        if self._plan.temperature not in (0.0, 1.0):
+            return None
+        timeout_s = self._config.swap_timeout_s
+        found = self._tasks.run_coroutine(
+            self._score_prompt(tokens_T.tolist()), what="vLLM to score a prompt", timeout_s=timeout_s
+        )
+        return torch.tensor([found], dtype=torch.float32)
+
+    def weight_checksums(self) -> Mapping[str, HeldChecksum]:
+        """See `ChecksummedEngine`: of the tensors that all ranks together can read back, see `held_boxes`."""
+        parts = [part for rank in self._call_ranks("weight_checksums") for part in rank]
+        return whole_checksums(parts, {name: need.shape for name, need in self._needs.items()})
+
     def close(self) -> None:
         if self._llm is not None:
             self._tasks.abort()
@@ -228,6 +244,22 @@ class VllmEngine(TaskEngine):
 
     def _response_to(self, request: GenerateRequest) -> Coroutine[Any, Any, Generation]:
         return self._generate(request)
+
+    async def _score_prompt(self, tokens: list[int]) -> list[float]:
+        """Return the log-probabilities of a prompt's tokens after the first, with the weights that are loaded."""
+        from vllm import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": str(self._load_number)}
+        # vLLM computes a prompt whose log-probabilities are asked for anew, whatever its cache has.
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        try:
+            name = f"probe-{self._load_number}"
+            async with aclosing(self._llm.generate(prompt, parameters, name, priority=-1)) as outputs:
+                known = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs is not None]
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
+        return [one[token].logprob for one, token in zip(known[-1][1:], tokens[1:], strict=True)]
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         """Return one response, with numbers of loads for versions. If the task is cancelled, or a stop string
@@ -344,6 +376,28 @@ class VllmEngine(TaskEngine):
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
         self._no_swap.set()
+
+
+def whole_checksums(parts: Sequence[Sequence[Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HeldChecksum]:
+    """Add up the ranks' boxes of tensors; equal boxes of several ranks are replicas, and must be equal.
+
+    Args:
+        parts: name, offset and size of the box, element type, and its share of the checksum.
+        shapes: of the whole tensors. Those that the boxes do not fill are left out.
+    """
+    shares: dict[tuple[str, str], dict[Box, int]] = {}
+    wrong: set[tuple[str, str]] = set()
+    for name, offset, size, dtype, share in parts:
+        boxes = shares.setdefault((name, dtype), {})
+        if boxes.setdefault(Box(tuple(offset), tuple(size)), share) != share:
+            wrong.add((name, dtype))
+    found = {}
+    for (name, dtype), boxes in shares.items():
+        whole = sum(box.numel for box in boxes) == math.prod(shapes[name]) and first_overlap(list(boxes)) is None
+        if whole:
+            # Replicas that differ cannot all be what was published: no checksum is -1.
+            found[name] = HeldChecksum(dtype, -1 if (name, dtype) in wrong else sum(boxes.values()) % 2**64)
+    return found
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:

@@ -104,7 +104,10 @@ def engine_arguments(
         "generation_config": "vllm",  # the run's sampling settings count, not the model's defaults
         "dtype": config.dtype or model.dtype,
         "max_model_len": max_len,
-        "max_num_seqs": num_slots,
+        # One more, for the probe of new weights (`VllmEngine.prompt_log_probs`), which goes ahead of the responses: the
+        # rollout waits for it, and after a swap all tokens of these enter again.
+        "max_num_seqs": num_slots + 1,
+        "scheduling_policy": "priority",
         # vLLM's own default depends on who asks: its server gets as many on large devices, anybody else 2,048, although
         # after a swap the tokens of everything that runs enter again.
         "max_num_batched_tokens": None if on_cpu else max(_BATCHED_TOKENS, num_slots),

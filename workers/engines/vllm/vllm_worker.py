@@ -1,7 +1,7 @@
 """Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncflow.device import wait_for_device
 from asyncflow.process import die_with_parent, keep_freed_memory
-from weightsync.plan import TensorSpec, TransferPlan
+from weightsync.checksums import box_checksum
+from weightsync.plan import Box, TensorSpec, TransferPlan
 from weightsync.receiver import Following, RankReceiver
 from weightsync.slot_memory import Region, RegionLayout, SlotMappings, SlotOffer
 from weightsync.version import Version
@@ -53,6 +54,11 @@ class AsyncFlowWorker:
     def receive_while_paused(self, version: tuple[int, int]) -> None:
         """Receive a broadcast."""
         self.weight_transfer_engine.receiver.receive_while_paused(Version(*version))
+
+    def weight_checksums(self) -> list[tuple[str, list[int], list[int], str, int]]:
+        """Return this rank's boxes of tensors as it holds them: name, offset, size, element type, and its share of the
+        checksum (`weightsync.checksums.box_checksum`)."""
+        return self.weight_transfer_engine.held_checksums()
 
     def weights_loaded(self) -> None:
         """Finish a load, and release the held version if that was loaded."""
@@ -157,6 +163,18 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self._loads_held:
             self.receiver.let_go()
 
+    def held_checksums(self) -> list[tuple[str, list[int], list[int], str, int]]:
+        """See `AsyncFlowWorker.weight_checksums`."""
+        assert self._layout is not None, "init_transfer_engine() comes first"
+        shapes = {name: spec.shape for name, spec in self._layout.plan.tensors.items()}
+        held = list(held_boxes(self._module, shapes))
+        shares = [box_checksum(values, box, shapes[name]) for name, box, values in held]
+        known = torch.stack(shares).tolist() if shares else []
+        return [
+            (name, list(box.offset), list(box.size), str(values.dtype).removeprefix("torch."), share)
+            for (name, box, values), share in zip(held, known, strict=True)
+        ]
+
     @staticmethod
     def trainer_send_weights(*_: Any) -> None:
         """Not called: vLLM 0.23 wants it of an engine."""
@@ -174,6 +192,74 @@ class SlotTransfer(WeightTransferEngine):  # type: ignore[misc]
         region = Region(self._slots.get(offer, ((0, offer.num_bytes),)), self._layout)
         for number, name in enumerate(self._layout.plan.names):
             yield name, region.view_tensor(number).to(self._device)
+
+
+# Methods whose layers keep their weights as they were loaded. Others (of quantization, of vendors) may rearrange them.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def held_boxes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the name, box and values of each part of a tensor that this rank holds as it was loaded: the inverse of
+    vLLM's fused and sharded layouts.
+
+    Left out is what was packed for a kernel (linear layers on the CPU, of which no other copy is kept), and what no
+    rule here knows. `shapes` are those of whole tensors, by the trainer's names.
+    """
+    for prefix, layer in model.named_modules():
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            for stem, box, values in _boxes_of(model, prefix, layer, parameter.data):
+                name = f"{stem}.{leaf}"
+                shape = shapes.get(name)
+                if shape is not None and box.fits_shape(shape) and tuple(values.shape) == box.size:
+                    yield name, box, values
+
+
+def _boxes_of(model: Any, prefix: str, layer: Any, values: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the parts of a layer's parameter, with the names of the modules that they are of in the trainer's model."""
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rank = getattr(layer, "tp_rank", 0)
+    method = getattr(layer, "quant_method", None)
+    if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+        return
+    stem, _, own = prefix.rpartition(".")
+    fused = [f"{stem}.{part}" for part in getattr(model, "packed_modules_mapping", {}).get(own, ())]
+    if isinstance(layer, QKVParallelLinear):
+        first = (rank, rank // layer.num_kv_head_replicas, rank // layer.num_kv_head_replicas)
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        widths = (layer.head_size, layer.head_size, layer.v_head_size)
+        sizes = [number * width for number, width in zip(heads, widths, strict=True)]
+        yield from _rows_of(fused, sizes, first, values)
+    elif isinstance(layer, MergedColumnParallelLinear):
+        sizes = [size // layer.tp_size for size in layer.output_sizes]
+        yield from _rows_of(fused, sizes, [rank] * len(sizes), values)
+    elif isinstance(layer, ColumnParallelLinear):
+        yield from _rows_of([prefix], [len(values)], [rank], values)
+    elif isinstance(layer, RowParallelLinear) and values.dim() == 2:
+        offset = 0, rank * layer.input_size_per_partition
+        yield prefix, Box(offset, tuple(values.shape)), values
+    elif isinstance(layer, VocabParallelEmbedding):
+        start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        yield prefix, Box((start, 0), (end - start, *values.shape[1:])), values[: end - start]
+    elif values.dim() == 1:  # norms, and biases that are added after a sum over ranks
+        yield prefix, Box.from_shape(tuple(values.shape)), values
+
+
+def _rows_of(
+    stems: Sequence[str], sizes: Sequence[int], numbers: Sequence[int], values: Tensor
+) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the parts of a parameter of which each has some rows, as its `numbers`-th part of so many."""
+    if len(stems) != len(sizes) or sum(sizes) != len(values):
+        return
+    for stem, size, number, part in zip(stems, sizes, numbers, torch.split(values, list(sizes)), strict=True):
+        offset = number * size, *(0,) * (values.dim() - 1)
+        yield stem, Box(offset, tuple(part.shape)), part
 
 
 def _pack_tied_weights(model: Any) -> None:
