@@ -87,17 +87,10 @@ class Lab:
         settings: tuple[str, ...] = (),
         scoring_share: float = 1.0,
     ) -> None:
-        settings = (
-            *settings,
-            f"model.path={model_dir}",
-            f"model.dtype={dtype}",
-            f"actor.autocast={dtype}",
-            "launcher.device=cpu",
-        )
-        lengths = ("data.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.temperature=1")
-        if int(model_config(model_dir)["max_position_embeddings"]) < 128:
-            lengths = ()
-        self.config = load_config(find_recipe("quickstart"), overrides=(*settings, *lengths))
+        settings += (f"model.path={model_dir}", f"model.dtype={dtype}", f"actor.autocast={dtype}")
+        if int(model_config(model_dir)["max_position_embeddings"]) >= 128:
+            settings += ("data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+        self.config = load_config(find_recipe("quickstart"), overrides=(*settings, "launcher.device=cpu"))
         self.dtype = getattr(torch, dtype)
         self.trainer: Any = load_train_engine(self.config, device=CPU)
         self.parameters = {shard.name: shard.values for shard in self.trainer.shards()}
@@ -109,12 +102,15 @@ class Lab:
         plan = plan_transfer([describe(shards)], bucket_bytes=BUCKET_BYTES, dtype=dtype)
         self.writer = ShardWriter(plan, 0)
         self.store = SealedStore(dist.HashStore(), b"delivery")
-        self.context: Any = SimpleNamespace(
+        self.context = self._surroundings()
+        place = ReplicaPlace(0, 1, ((0,),), 0)
+        self.prover = DeliveryProver(self.context, self.trainer, self._sender(), place, scoring_share=scoring_share)
+
+    def _surroundings(self) -> Any:
+        return SimpleNamespace(
             config=self.config, rank=0, name="rollout-0/0", timeline=NoTimeline(), sealed_store=lambda: self.store,
             warn_user=lambda text: None,
         )  # fmt: skip
-        place = ReplicaPlace(0, 1, ((0,),), 0)
-        self.prover = DeliveryProver(self.context, self.trainer, self._sender(), place, scoring_share=scoring_share)
 
     def shards(self) -> Iterable[LocalShard]:
         return self.trainer.shards() if self.adapter is None else self.adapter.shards()
