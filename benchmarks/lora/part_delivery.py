@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,6 +40,7 @@ _CPU = torch.device("cpu")
 _EQUAL_LAYERS = 4  # of the model that generates
 
 Weights = Mapping[str, Tensor]
+_MODELS: Any = AutoModelForCausalLM
 
 
 def run(*, rounds: int, layers: int) -> dict[str, float]:
@@ -51,7 +53,7 @@ def run(*, rounds: int, layers: int) -> dict[str, float]:
 def _write_model(path: Path, layers: int) -> Path:
     config = {name: value for name, value in _SMOLLM2.items() if name != "model_type"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config | {"num_hidden_layers": layers}))
+    model = _MODELS.from_config(AutoConfig.for_model("llama", **config | {"num_hidden_layers": layers}))
     model.save_pretrained(path)
     return path
 

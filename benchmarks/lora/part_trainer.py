@@ -29,6 +29,7 @@ _SMOLLM2 = next(config for config in COMMON if config["hidden_size"] == 576)
 _LORA = LoraConfig(rank=16, alpha=32)
 _PROMPT, _RESPONSE, _SAMPLES = 64, 64, 8
 _CPU = torch.device("cpu")
+_MODELS: Any = AutoModelForCausalLM
 
 
 def run(*, rounds: int, layers: int) -> dict[str, float]:
@@ -47,7 +48,7 @@ def _write_model(path: Path, layers: int) -> Path:
         config = {name: value for name, value in _SMOLLM2.items() if name != "model_type"}
         shape = AutoConfig.for_model("llama", **config | {"num_hidden_layers": layers})
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+        _MODELS.from_config(shape).save_pretrained(path)
     return path
 
 

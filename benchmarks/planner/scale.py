@@ -223,7 +223,11 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
         places = [(f"rollout-{rank}", 0) for rank in range(ranks)]
         never = 1e6
         watch = RankWatch(
-            start_timeout_s=never, operation_timeout_s=never, silence_timeout_s=never, deadlock_timeout_s=never
+            start_timeout_s=never,
+            max_start_s=never,
+            operation_timeout_s=never,
+            silence_timeout_s=never,
+            deadlock_timeout_s=never,
         )
         workers = dict.fromkeys((name for name, _ in places), True)
         turns = 10

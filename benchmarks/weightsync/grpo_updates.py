@@ -9,11 +9,12 @@ from torch import Tensor
 
 from benchmarks.weightsync.setup import CPU
 from tq.columns import Column, PackedBatch
+from weightsync.sender import Shard
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
+from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.load_engine import load_generate_engine, load_train_engine
 from workers.rewards.scorer import Scorer
 from workers.rows.packed_rows import sample_columns, samples_of, sequences_of
@@ -34,7 +35,7 @@ class GrpoUpdates:
         self._prompts = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
         self._scorer = Scorer(config.reward, load_tokenizer(model_dir))
 
-    def shards(self) -> list[LocalShard]:
+    def shards(self) -> list[Shard]:
         """Return the weights, whole."""
         return list(self._trainer.shards())
 
@@ -72,5 +73,5 @@ class GrpoUpdates:
         return samples_of(batch.with_columns(self._algorithm.advantages(batch, group_size=size)))
 
 
-def _by_name(shards: Sequence[LocalShard]) -> Mapping[str, Tensor]:
+def _by_name(shards: Sequence[Shard]) -> Mapping[str, Tensor]:
     return {shard.name: shard.values.detach().reshape(shard.shape) for shard in shards}

@@ -19,9 +19,8 @@ from benchmarks.weightsync.options import Options
 from benchmarks.weightsync.setup import begin_process
 from launcher.config.load_config import load_config
 from weightsync.plan import TransferPlan, plan_transfer
-from weightsync.sender import describe
+from weightsync.sender import Shard, describe
 from weightsync.slot_memory import Region, RegionLayout, apply_delta, encode_delta, private_memory
-from workers.engines.base import LocalShard
 from workers.engines.hf.gguf import import_gguf
 from workers.settings.run import RunConfig
 
@@ -88,7 +87,7 @@ class _Versions:
         layout = RegionLayout(plan)
         self._regions = [Region(private_memory(plan.region_bytes), layout) for _ in range(2)]
 
-    def write(self, shards: list[LocalShard]) -> None:
+    def write(self, shards: list[Shard]) -> None:
         """Make these the newest."""
         self._regions.reverse()
         for shard in shards:

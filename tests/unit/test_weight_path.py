@@ -55,6 +55,7 @@ def test_ranks_receive_by_themselves_on_both_paths(
 
     monkeypatch.setattr(weight_path, "RanksReceiver", receiver("ranks"))
     monkeypatch.setattr(weight_path, "WeightReceiver", receiver("process"))
+    monkeypatch.setattr(weight_path, "DeliveryCheck", lambda *_: SimpleNamespace(check_loaded=None))
     agent = SimpleNamespace(name="weights-0", parts={"node"})
     weightsync = SimpleNamespace(path=path, max_updating=None, timeout_s=1.0, dtype=None)
     context: Any = SimpleNamespace(
@@ -63,7 +64,7 @@ def test_ranks_receive_by_themselves_on_both_paths(
         ),
         job=SimpleNamespace(of_role=lambda _: [agent]),
         job_credentials=lambda: None,
-        name="rollout-0", node="node", run_dir=None, timeline=None, reading_device=None,
+        name="rollout-0", node="node", run_dir=None, timeline=None, reading_device=None, shares_devices=False,
     )  # fmt: skip
     engine: Any = Engine() if several else SimpleNamespace(weight_needs=dict, adopts_weights=False, load_weights=print)
     weight_path.follow_policy(context, engine, arrived=lambda: None, loaded=lambda _: None)
