@@ -41,6 +41,8 @@ def tiny_qwen(tmp_path: Path) -> Path:
     settings["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     weights = {"model.embed_tokens.weight": numpy.zeros((128, 32), numpy.float32)}
+    for layer in range(2):  # something that an adapter may belong to
+        weights[f"model.layers.{layer}.self_attn.q_proj.weight"] = numpy.zeros((32, 32), numpy.float32)
     save_file(weights, path / "model.safetensors")
     return path
 
