@@ -56,6 +56,7 @@ class HfLoraAdapter(HfAdapter):
     """Versions are adapters."""
 
     name = "hf-lora"
+    marks = ()
     families = ("llama", "qwen2", "qwen3")
     lora = LoraConfig(rank=4, alpha=6)
 
