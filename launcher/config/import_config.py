@@ -871,7 +871,7 @@ def _set_roles(ours: Ours, devices: int, origin: str) -> None:
 
 
 _ORDER = ("name", "seed", "steps", "roles", "code_directory", "model", "data", "reward", "algorithm", "schedule",
-          "rollout", "vllm", "actor", "critic", "evaluate", "checkpoint", "loggers")  # fmt: skip
+          "rollout", "vllm", "actor", "lora", "critic", "evaluate", "checkpoint", "loggers", "weightsync")  # fmt: skip
 
 
 def _as_yaml(ours: Ours, source: Path, system: str) -> str:
