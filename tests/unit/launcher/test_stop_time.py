@@ -32,6 +32,7 @@ def checked(parameters: int, *, engine: str = "fsdp", nodes: int = 1, critic: bo
         actor=SimpleNamespace(engine=engine),
         algorithm=SimpleNamespace(has_critic=critic),
         checkpoint=CheckpointConfig(**own),
+        lora=None,
         sim=SimpleNamespace(parameters=parameters),
         lora=None,
     )
