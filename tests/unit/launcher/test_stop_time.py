@@ -34,7 +34,6 @@ def checked(parameters: int, *, engine: str = "fsdp", nodes: int = 1, critic: bo
         checkpoint=CheckpointConfig(**own),
         lora=None,
         sim=SimpleNamespace(parameters=parameters),
-        lora=None,
     )
     return cast(Preflight, SimpleNamespace(config=config, num_parameters=parameters, num_nodes=nodes))
 
