@@ -24,6 +24,7 @@ from launcher.config.rules import AT_START, check_batch_sizes, check_rules
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import search_beside
 from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, check_prompts, read_data
+from workers.data.supervised_rows import check_supervised
 from workers.data.task_source import TaskSource, held_out_sets
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, Parts
@@ -250,10 +251,15 @@ def _check_rows(
     if config.rollout.is_own:  # an own rollout builds its prompts itself
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir, data = Path(config.model.path), config.data
+    first_row = check_supervised(rows, data, model_dir=model_dir) if data.completion_field is not None else None
+    if first_row is not None and not held_out:
+        return first_row
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
         if not rows:  # prompts are fed later
             check_ends(data, tokenizer)
-        first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
+        first_prompt = first_row
+        if first_prompt is None and rows:
+            first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer)
         if held_out:
             _check_sets(config, held_out, tokenizer)
         return first_prompt

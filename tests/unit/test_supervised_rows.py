@@ -11,8 +11,8 @@ import configs
 from asyncflow.errors import ConfigError
 from tests.support.chat_templates import tokenizer as tokenizer_of_family
 from workers.data.prompt_dataset import PromptDataset
-from workers.data.prompt_rows import PromptRow, check_prompts, read_prompt_rows
-from workers.data.supervised_rows import SupervisedTokens, token_borders
+from workers.data.prompt_rows import PromptRow, read_prompt_rows
+from workers.data.supervised_rows import SupervisedTokens, check_supervised, token_borders
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import DataConfig
 
@@ -48,7 +48,7 @@ def trained(
     config = DataConfig.model_validate({"path": str(file), "chat_template": bool(template), **settings})
     rows = read_prompt_rows(file, config)
     if checked:
-        check_prompts(rows, config, model_dir=model_dir)
+        check_supervised(rows, config, model_dir=model_dir)
     prompt = PromptDataset(rows, config, model_dir=model_dir, seed=0).prompt_at(0)
     assert prompt.mask is not None
     assert prompt.mask.shape == prompt.tokens.shape

@@ -503,42 +503,10 @@ def check_prompts(
     tokens or ones that the model lacks, loses characters or spaces, ends with a token that ends responses, or begins
     with BOS twice; or no response could end.
     """
-    if config.completion_field is not None:
-        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates, child=True) as tokenizer:
-            return _check_supervised(rows, config, tokenizer)
     if tokenizer is None:
         with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
             return _check(rows, config, tokenizer)
     return _check(rows, config, tokenizer)
-
-
-def _check_supervised(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> ShownPrompt:
-    """Check rows of SFT, all of them for `overlong: reject`; return the first one."""
-    shown, left, rest, data = None, set[int](), iter(rows), config.model_dump(mode="json")
-    while chunk := list(islice(rest, CHUNK)):
-        plain = [
-            {"prompt": row.prompt, "ground_truth": "", "line": row.line, "part": row.part, "fields": dict(row.fields),
-             "completion": row.completion}
-            for row in chunk
-        ]  # fmt: skip
-        made = tokenizer.tokenize_supervised(data, plain)
-        samples = [_Sample(row, text, tokens) for row, (text, tokens, _) in zip(chunk, made, strict=True)]
-        kept = [sample for sample in samples if check_fit(sample.row, len(sample.tokens), config)]
-        _check_tokens(kept, config, tokenizer.model_dir)
-        if shown is None:
-            if (again := tokenizer.tokenize_supervised(data, plain)) != made:
-                place = next(row for row, one, other in zip(chunk, made, again, strict=True) if one != other)
-                raise ConfigError(
-                    f"data.chat_template: the chat template of {tokenizer.model_dir} renders "
-                    f"{place.describe_place(config)} differently each time; take out what it draws at random"
-                )
-            shown = ShownPrompt(made[0][0], "", len(made[0][1]), num_trained=sum(made[0][2]))
-        left |= {sample.row.part for sample in kept}
-        if len(left) == len(config.parts()) and config.overlong != "reject":
-            break
-    check_left(rows, left, config)
-    assert shown is not None, "there is a first row"
-    return shown
 
 
 def check_ends(config: DataConfig, tokenizer: ModelTokenizer) -> None:
@@ -551,7 +519,7 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
     shown, num_kept, left, all_count = None, 0, set[int](), config.overlong == "reject" or config.sampler is not None
     for chunk in _samples(rows, config, tokenizer):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
-        _check_tokens(kept, config, tokenizer.model_dir)
+        check_tokens([(sample.row, sample.tokens) for sample in kept], config, tokenizer.model_dir)
         if shown is None:
             _check_rendering(chunk, config, tokenizer)
             _check_texts(kept, config, tokenizer)
@@ -593,14 +561,14 @@ def _render(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer
     return tokenizer.render_conversations([conversation(row.prompt, config) for row in rows])
 
 
-def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -> None:
-    """Refuse tokens that have no embedding in the model."""
+def check_tokens(rows: Iterable[tuple[PromptRow, Sequence[int]]], config: DataConfig, model_dir: Path) -> None:
+    """Refuse tokens that have no embedding in the model; `rows` with their tokens."""
     size = vocabulary_size(model_dir)
-    for sample in samples:
-        if size is not None and max(sample.tokens) >= size:
+    for row, tokens in rows:
+        if size is not None and max(tokens) >= size:
             raise ConfigError(
-                f"model.path: the tokenizer of {model_dir} gives token {max(sample.tokens)} for "
-                f"{sample.row.describe_place(config)}, but the model has {size} tokens (vocab_size in config.json); "
+                f"model.path: the tokenizer of {model_dir} gives token {max(tokens)} for "
+                f"{row.describe_place(config)}, but the model has {size} tokens (vocab_size in config.json); "
                 f"copy the tokenizer that belongs to the model"
             )
 

@@ -9,16 +9,30 @@ Otherwise they are what the template writes for the message after `add_generatio
 holds only for a template that writes a message in the same way whatever follows it; any other one is refused.
 """
 
+import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ConfigError
-from workers.calls.user_function import excerpt
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import Callee, excerpt
 from workers.data.model_files import eos_token_ids
-from workers.data.prompt_rows import Message, PromptRow, conversation, plain_text
+from workers.data.prompt_rows import (
+    CHUNK,
+    Message,
+    PromptRow,
+    ShownPrompt,
+    check_fit,
+    check_left,
+    check_tokens,
+    conversation,
+    plain_text,
+)
+from workers.data.tokenizer import load_tokenizer, missing_chat_template
 from workers.settings.data import DataConfig
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -202,3 +216,85 @@ def token_borders(offsets: Sequence[tuple[int, int]], borders: Sequence[int]) ->
             return None
         found[border] = count
     return found
+
+
+_DEADLINE_S = 60.0  # for one call, i.e. about a chunk of rows
+
+
+def check_supervised(rows: Sequence[PromptRow], config: DataConfig, *, model_dir: Path) -> ShownPrompt:
+    """Check rows before a start, in a child process, which loads the run's tokenizer; return the first one.
+
+    All are checked for `overlong: reject`; otherwise the check stops at the first chunk after which every source has a
+    row that fits. Raises ConfigError as `SupervisedTokens` does, and for rows that differ from one rendering to the next,
+    are too long, or have tokens that the model lacks.
+    """
+    settings = {"model_dir": str(model_dir), "data": config.model_dump(mode="json")}
+    pool = CallPool(
+        Entry("workers.data.supervised_rows:supervised_in_child", settings),
+        what=f"data.completion_field: {config.completion_field}",
+        limit="the deadline",
+        timeout_s=_DEADLINE_S,
+        concurrency=1,
+    )
+    try:
+        pool.until_ready()
+        return _check(rows, config, model_dir, pool)
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        pool.close()
+
+
+def _check(rows: Sequence[PromptRow], config: DataConfig, model_dir: Path, pool: CallPool) -> ShownPrompt:
+    shown, left = None, set[int]()
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        made = _ask(pool, chunk)
+        kept = [
+            (row, tokens)
+            for row, (_, tokens, _) in zip(chunk, made, strict=True)
+            if check_fit(row, len(tokens), config)
+        ]
+        check_tokens(kept, config, model_dir)
+        if shown is None:
+            if (again := _ask(pool, chunk)) != made:
+                place = next(row for row, one, other in zip(chunk, made, again, strict=True) if one != other)
+                raise ConfigError(
+                    f"data.chat_template: the chat template of {model_dir} renders {place.describe_place(config)} "
+                    f"differently each time; take out what it draws at random"
+                )
+            text, tokens, mask = made[0]
+            shown = ShownPrompt(text, "", len(tokens), num_trained=sum(mask))
+        left |= {row.part for row, _ in kept}
+        if len(left) == len(config.parts()) and config.overlong != "reject":
+            break
+    check_left(rows, left, config)
+    assert shown is not None, "there is a first row"
+    return shown
+
+
+def _ask(pool: CallPool, rows: Sequence[PromptRow]) -> list[tuple[str, list[int], list[int]]]:
+    answer = pool.call_and_wait([asdict(row) for row in rows], on=f"{len(rows)} rows")
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    return [(text, tokens, mask) for text, tokens, mask in answer]
+
+
+def supervised_in_child(model_dir: str, data: Mapping[str, Any]) -> Callee:
+    """Load the tokenizer in the child process; it answers with texts, tokens and masks, or with what is wrong."""
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # blocks the import, which takes several seconds
+    config, path = DataConfig.model_validate(data), Path(model_dir)
+    tokenizer = load_tokenizer(path, config.templates)
+    if config.chat_template and not tokenizer.chat_template:
+        raise missing_chat_template(path)
+    made = SupervisedTokens(config, model_dir=path, tokenizer=tokenizer)
+
+    def tokenize(rows: Sequence[Mapping[str, Any]]) -> list[Any] | str:
+        try:
+            found = [made.tokenize_row(PromptRow(**row)) for row in rows]
+        except ConfigError as error:
+            return str(error)
+        return [(one.text, one.tokens, one.mask) for one in found]
+
+    return Callee(tokenize)

@@ -281,25 +281,17 @@ class ModelTokenizer:
     """The tokenizer that a run will use, for a process without torch: the launcher.
 
     Where tokenizer.json decides everything, this process uses it directly. Otherwise, and for chat templates (`chat`),
-    a child process loads the tokenizer that makes the run's prompts (`workers.data.prompt_dataset`); with `child`
-    always. Use as a context manager; leaving it ends the child. All methods raise ConfigError if the tokenizer cannot
-    be loaded.
+    a child process loads the tokenizer that makes the run's prompts (`workers.data.prompt_dataset`). Use as a context
+    manager; leaving it ends the child. All methods raise ConfigError if the tokenizer cannot be loaded.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        *,
-        chat: bool,
-        templates: TemplateSettings = TemplateSettings(),  # noqa: B008
-        child: bool = False,
-    ) -> None:
+    def __init__(self, model_dir: Path, *, chat: bool, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
         self.model_dir, self.chat = model_dir, chat
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._pool: CallPool | None = None
         # Templates come from strangers: transformers runs them in jinja2's sandbox, and the child lets us kill an
         # endless one.
-        if chat or child or self._raw is None:
+        if chat or self._raw is None:
             settings = {"model_dir": str(model_dir), "chat": chat, "templates": msgspec.to_builtins(templates)}
             what = f"data.chat_template: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
             self._pool = CallPool(
@@ -329,15 +321,6 @@ class ModelTokenizer:
         if self._raw is not None:
             return [one.ids for one in self._raw.encode_batch_fast(texts, add_special_tokens=special)]
         return list(self._ask_child("encode", texts, special))
-
-    def tokenize_supervised(
-        self, data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, list[int], list[int]]]:
-        """Return text, tokens and mask of SFT's rows; see `workers.data.supervised_rows`. Needs a child (`chat`).
-
-        `data`, `rows`: a `DataConfig` and `PromptRow`s as plain values. Raises ConfigError as `SupervisedTokens` does.
-        """
-        return [(text, tokens, mask) for text, tokens, mask in self._ask_child("supervised", rows, data)]
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts, including special tokens."""
@@ -408,21 +391,8 @@ def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any])
         found = (tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None for token in tokens)
         return [None if name is None else str(name) for name in found]
 
-    def supervised(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> list[Any] | str:
-        from workers.data.prompt_rows import PromptRow
-        from workers.data.supervised_rows import SupervisedTokens
-        from workers.settings.data import DataConfig
-
-        try:
-            made = SupervisedTokens(DataConfig.model_validate(data), model_dir=Path(model_dir), tokenizer=tokenizer)
-            found = [made.tokenize_row(PromptRow(**row)) for row in rows]
-        except ConfigError as error:
-            return str(error)
-        return [(one.text, one.tokens, one.mask) for one in found]
-
     answers: dict[str, Callable[..., Any]] = {
         "render": render,
-        "supervised": supervised,
         "encode": lambda texts, special: tokenizer(texts, add_special_tokens=special)["input_ids"],
         "decode": lambda tokens: [tokenizer.decode(ids, skip_special_tokens=False) for ids in tokens],
         "names": names,
