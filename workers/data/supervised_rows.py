@@ -225,8 +225,8 @@ def check_supervised(rows: Sequence[PromptRow], config: DataConfig, *, model_dir
     """Check rows before a start, in a child process, which loads the run's tokenizer; return the first one.
 
     All are checked for `overlong: reject`; otherwise the check stops at the first chunk after which every source has a
-    row that fits. Raises ConfigError as `SupervisedTokens` does, and for rows that differ from one rendering to the next,
-    are too long, or have tokens that the model lacks.
+    row that fits. Raises ConfigError as `SupervisedTokens` does, and for rows that differ from one rendering to the
+    next, are too long, or have tokens that the model lacks.
     """
     settings = {"model_dir": str(model_dir), "data": config.model_dump(mode="json")}
     pool = CallPool(
