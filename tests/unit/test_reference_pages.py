@@ -66,6 +66,33 @@ def test_keys_of_lists_and_algorithms_are_there() -> None:
     assert keys["actor.lr", ""].default == "1e-06"
 
 
+def test_keys_that_the_pages_name_exist() -> None:
+    """`importing.md` names others' keys. What begins like a section may also be a file, a module or a name of `tq`."""
+    keys = {key.path.replace("[]", "") for key in all_keys()}
+    known = keys | {key.rpartition(".")[0] for key in keys}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    unknown = []
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        for name in re.findall(r"`([a-z]\w*(?:\.[a-z]\w*)+)(?=[`:= ])", page.read_text()):
+            section, rest = name.split(".", 1)
+            module = (DOCS.parent / section / rest.split(".")[0]).with_suffix(".py")
+            if section not in sections or name in known or module.exists() or page.name == "importing.md":
+                continue
+            if not (
+                name.endswith((".py", ".safetensors", ".json")) or module.with_suffix("").is_dir() or name == "tq.start"
+            ):
+                unknown.append(f"{page.name}: {name}")
+    assert unknown == []
+
+
+def test_figures_that_first_questions_name_exist() -> None:
+    section = (DOCS / "questions.md").read_text().split("## Which figure")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 10
+    assert named <= named_in("metrics.jsonl")
+
+
 def test_section_is_found_and_a_wrong_one_gets_a_hint() -> None:
     assert {key.path for key in keys_of("actor.megatron")} < {key.path for key in keys_of("actor")}
     assert [key.path for key in keys_of("actor.lr")] == ["actor.lr"]
