@@ -20,7 +20,9 @@ settings.register_profile("few", deadline=None, derandomize=True, max_examples=2
 settings.load_profile("few")
 
 ROOT = Path(__file__).parent
-SUITES = ("slurm", "faults", "vllm_engine", "megatron_engine", "nodes", "runs", "device", "engines", "multiproc")
+SUITES = (
+    "slurm", "faults", "vllm_engine", "megatron_engine", "nodes", "runs", "device", "engines", "multiproc", "browser",
+)  # fmt: skip
 """Tests that start processes, the longest first: what a worker begins last should be short."""
 
 

@@ -38,6 +38,7 @@ _ASSETS = {
     "view.css": ("view.css", "text/css"),
     "uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript"),
     "uPlot.min.css": ("uPlot.min.css", "text/css"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,0 +1,212 @@
+"""The page of `asyncflow view` and report.html in a real browser: Chromium without a window, driven by Playwright."""
+
+import asyncio
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.view.report_page import write_report
+from launcher.view.run_reader import MOST_POINTS
+from tests.support.logged_runs import add_steps, append, make_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+web = pytest.importorskip("aiohttp.web", reason="pip install -e '.[view]'")
+expect = playwright.expect
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")
+
+WAIT_MS = 30_000
+EVIL = "</script><img src=x onerror=\"document.title='owned'\"> \x1b[31mred \u202eright to left"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # Root may not use Chromium's sandbox; the pages are this repository's.
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """Yield an empty page. What its scripts raise, or its policy refuses, fails the test."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.set_default_timeout(WAIT_MS)
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    yield opened
+    opened.close()
+    assert errors == []
+
+
+@contextmanager
+def served(*run_dirs: Path, control: bool = False) -> Iterator[str]:
+    """Serve runs from a thread; yields the address of the page."""
+    from launcher.view.server import ViewServer
+
+    server, address, ready = ViewServer(run_dirs, token="secret", control=control), [""], threading.Event()
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address[0] = f"http://127.0.0.1:{runner.addresses[0][1]}/secret/"
+        ready.set()
+        await ended.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert ready.wait(WAIT_MS / 1000)
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def panel(page: Any, title: str) -> Any:
+    return page.locator(".panel", has=page.locator("h3", has_text=re.compile(f"^{title} ")))
+
+
+def curve_is_drawn(page: Any, title: str) -> bool:
+    """Return whether a panel's canvas has pixels of a colour, not only of its axes, which are grey."""
+    return bool(
+        panel(page, title)
+        .locator("canvas")
+        .first.evaluate(
+            """canvas => {
+                const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                for (let i = 0; i < data.length; i += 4)
+                    if (data[i + 3] > 128 && Math.max(data[i], data[i + 1], data[i + 2])
+                        - Math.min(data[i], data[i + 1], data[i + 2]) > 60) return true;
+                return false;
+            }"""
+        )
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "first", "[]")
+
+
+def test_a_finished_run_shows_its_curves_and_samples(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 30, reward=0.25)
+    shares = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
+    append(run_dir / "evaluation.jsonl", {"step": 20, "lineage": 0, **shares})
+    with served(run_dir) as address:
+        page.goto(address)
+        page.wait_for_selector("article.sample")
+        assert curve_is_drawn(page, "Reward")
+        assert "0.25" in page.locator(".figures").inner_text()
+        assert "step 30" in page.locator("header").inner_text()
+        assert "of 60 kept rollouts" in page.locator("body").inner_text()
+        page.get_by_label("steps").fill("3")
+        page.get_by_label("steps").press("Enter")
+        expect(page.locator("#page")).to_contain_text("of 2 kept rollouts", timeout=WAIT_MS)
+        assert page.locator("article.sample").count() == 2
+
+
+def test_a_live_run_grows_without_a_reload(run_dir: Path, page: Any) -> None:
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("#page")).to_contain_text("No step is finished yet", timeout=WAIT_MS)
+        add_steps(run_dir, 1, 4)
+        expect(page.locator("header")).to_contain_text("step 4", timeout=WAIT_MS)
+        assert curve_is_drawn(page, "Reward")
+        add_steps(run_dir, 5, 9)
+        expect(page.locator("header")).to_contain_text("step 9", timeout=WAIT_MS)
+
+
+def test_what_a_run_says_is_text(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    line = {"step": 1, "group": 1, "index": 9, "prompt": EVIL, "response": EVIL, "ground_truth": EVIL, "reward": 9.0}
+    append(run_dir / "samples" / "rollout-0.jsonl", line | {"response_tokens": 1, "metrics": {EVIL: 1.0}})
+    append(run_dir / "metrics.jsonl", {"step": 2, "lineage": 0, "reward_mean": 1.0, f"source/{EVIL}/reward_mean": 1.0})
+    (run_dir / "logs" / "actor").mkdir()
+    (run_dir / "logs" / "actor" / "0.log").write_text(f"{EVIL}\n")
+    address = write_report(run_dir).as_uri()
+    with served(run_dir) as live:
+        for url in (live, address):
+            page.goto(url)
+            page.get_by_label("order").select_option("best")
+            page.wait_for_selector("article.sample img, article.sample:has-text('onerror')")
+            page.get_by_text("logs of every process").click()
+            expect(page.locator("section:has(#failures) details pre")).to_contain_text("right to left", timeout=WAIT_MS)
+            assert page.locator("img").count() == 0
+            assert page.title() != "owned"
+            said = page.locator("body").inner_text()
+            assert "onerror" in said and "\u202e" not in said and "\x1b" not in said
+
+
+def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path, run_dir: Path, page: Any) -> None:
+    others = [make_run(tmp_path / name, "[]") for name in ("second", "third")]
+    for number, one in enumerate((run_dir, *others)):
+        add_steps(one, 1, 5, reward=number / 2)
+    config = others[0] / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 7", 1))
+    with served(run_dir, *others) as address:
+        page.goto(address)
+        page.wait_for_selector("article.sample")
+        header = page.locator("header").inner_text()
+        assert all(name in header for name in ("first", "second", "third"))
+        expect(page.locator("section:has(#settings)")).to_contain_text("seed", timeout=WAIT_MS)
+        page.get_by_label("run", exact=True).select_option("1")
+        page.wait_for_selector("article.sample")
+
+
+def test_an_empty_run_and_one_that_was_killed_say_so(tmp_path: Path, run_dir: Path, page: Any) -> None:
+    killed = make_run(tmp_path / "killed", "[]")
+    add_steps(killed, 1, 3)
+    lines = ["Error: actor/0 was killed by SIGKILL"]
+    (killed / "end.json").write_text(json.dumps({"state": "failed", "lines": lines}))
+    with served(run_dir, killed) as address:
+        page.goto(address)
+        expect(page.locator("header")).to_contain_text("failed", timeout=WAIT_MS)
+        page.get_by_label("run", exact=True).select_option("1")
+        page.wait_for_selector("article.sample")
+
+
+def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
+    lines = [json.dumps({"step": step, "lineage": 0, "reward_mean": step / 10_000}) for step in range(1, 10_001)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("header")).to_contain_text("step 10000", timeout=WAIT_MS)
+        assert curve_is_drawn(page, "Reward")
+        assert page.evaluate("page.runs[0].steps.length") <= MOST_POINTS
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_buttons_are_there_only_where_they_are_allowed(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch, *, control: bool
+) -> None:
+    add_steps(run_dir, 1, 2)
+    with served(run_dir, control=control) as address:
+        page.goto(address)
+        page.wait_for_selector("article.sample")
+        assert page.evaluate("page.control") is control
+        assert page.get_by_text("save and stop").count() == 0, "it does not run"
+
+
+def test_nothing_answers_without_the_token(run_dir: Path, browser: Any) -> None:
+    add_steps(run_dir, 1, 2)
+    opened = browser.new_page()
+    with served(run_dir) as address:
+        for path in ("/", "/secre/", "/view.js", "/api/state", "/secret/../config.yaml", "/secret/%2e%2e/config.yaml"):
+            answer = opened.goto(address.replace("/secret/", path))
+            assert answer is not None and answer.status == 404, path
+    opened.close()
