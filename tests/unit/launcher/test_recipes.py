@@ -66,8 +66,12 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
         settings["data.path"] = data
     if "model" in recipe.get("reward", {}):
         settings["reward.model.path"] = _reward_model(tiny_qwen, tmp_path / "reward")
-    if "evaluate" in recipe and "source" not in recipe["evaluate"]:
-        settings["evaluate.path"] = data
+    held_out = recipe.get("evaluate", {})
+    if held_out and "source" not in held_out:
+        named = [f"evaluate.sets.{one}" for one in held_out.get("sets", ())] or ["evaluate"]
+        settings |= {f"{one}.path": data for one in named}
+        settings |= {f"{one}.split": "null" for one in named if "sets" in held_out}  # a file has none
+        settings["roles.evaluate"] = 1
     if "weights_dir" in recipe.get("openai", {}):
         settings["openai.weights_dir"] = tmp_path / "served"
     if "renderer" in recipe.get("model", {}):  # which knows the words of the recipe's own model alone
