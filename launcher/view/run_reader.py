@@ -3,7 +3,7 @@
     metrics.jsonl     a column of floats per figure; sent as means over equal numbers of steps, the open one again
     evaluation.jsonl  a row per evaluation
     status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
-    samples/          an index in memory; conversations are read when asked for
+    samples/, trace/  an index in memory; conversations and log-probabilities are read when asked for
     logs/             the ends, and what follows
 
 Each file is read from where the last call stopped. Nothing is written, and no process of the run is asked. A file that
@@ -37,6 +37,7 @@ from asyncflow.run_files import (
     METRICS_FILE,
     SAMPLES,
     TIMELINE,
+    TRACE,
     checkpoint_path,
     list_checkpoints,
 )
@@ -185,35 +186,36 @@ _json_object = json_decoder(dict).decode
 
 
 @dataclass
-class _SampleFile:
+class _IndexedFile:
     path: Path
     number: int
     identity: tuple[int, int] | None = None
     read: int = 0  # bytes
 
 
-class SampleIndex:
-    """Where each kept rollout stands, so that some are read without the others. 44 bytes for each, in columns."""
+class _LineIndex:
+    """Where each line of some files stands, so that some are read without the others: columns of 44 bytes for each."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, pattern: str) -> None:
         self._run_dir = run_dir
+        self._pattern = pattern
         self._forget()
 
     def _forget(self) -> None:
-        self._files: dict[Path, _SampleFile] = {}
+        self._files: dict[Path, _IndexedFile] = {}
         self._steps, self._groups, self._rows = array("q"), array("q"), array("q")
         self._rewards = array("d")
         self._numbers, self._offsets = array("i"), array("q")
 
     def read(self) -> None:
-        """Take in the rollouts that were kept since the last call; all of them if a file was cut or replaced."""
-        for path in sorted((self._run_dir / SAMPLES).glob("*.jsonl")):
+        """Take in the lines that were added since the last call; all of them if a file was cut or replaced."""
+        for path in sorted(self._run_dir.glob(self._pattern)):
             if not _is_inside(path, self._run_dir):
                 continue
             try:
                 with path.open("rb") as file:
                     facts = os.fstat(file.fileno())
-                    known = self._files.setdefault(path, _SampleFile(path, len(self._files)))
+                    known = self._files.setdefault(path, _IndexedFile(path, len(self._files)))
                     identity = (facts.st_dev, facts.st_ino)
                     if facts.st_size < known.read or known.identity not in (None, identity):
                         self._forget()
@@ -224,7 +226,7 @@ class SampleIndex:
             except OSError:
                 continue
 
-    def _read_file(self, known: _SampleFile, file: BinaryIO) -> None:
+    def _read_file(self, known: _IndexedFile, file: BinaryIO) -> None:
         file.seek(known.read)
         for line in file:
             if not line.endswith(b"\n"):
@@ -240,6 +242,36 @@ class SampleIndex:
             except (*UNREADABLE, msgspec.ValidationError):
                 pass  # a crash may have torn it
             known.read += len(line)
+
+    def _read_lines(self, places: Sequence[int]) -> Iterator[Fields]:
+        """Yield lines, each with the name of its file, which says who wrote it."""
+        paths = [known.path for known in self._files.values()]
+        with contextlib.ExitStack() as stack:
+            files: dict[int, BinaryIO] = {}
+            for place in places:
+                number = self._numbers[place]
+                try:
+                    if number not in files:
+                        files[number] = stack.enter_context(paths[number].open("rb"))
+                    files[number].seek(self._offsets[place])
+                    yield {**_json_object(files[number].readline()), "file": paths[number].stem}
+                except (OSError, *UNREADABLE):
+                    continue  # it was cut since
+
+    def lines_of(self, row: int) -> list[Fields]:
+        return list(self._read_lines(numpy.flatnonzero(numpy.array(self._rows) == row).tolist()))
+
+
+class SampleIndex(_LineIndex):
+    """The kept rollouts."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, f"{SAMPLES}/*.jsonl")
+        self._trained = _LineIndex(run_dir, f"{TRACE}/trained-*.jsonl")
+
+    def read(self) -> None:
+        super().read()
+        self._trained.read()
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -262,29 +294,32 @@ class SampleIndex:
         if steps is not None:
             places = places[(steps[0] <= step[places]) & (step[places] <= steps[1])]
         if not search:
-            return {"total": len(places), "rows": list(self._read_rows(places[skip : skip + number].tolist()))}
+            rows = list(self._read_lines(places[skip : skip + number].tolist()))
+            return {"total": len(places), "rows": [row | self._gaps(row) for row in rows]}
         total, rows = 0, []
-        for row in self._read_rows(places.tolist()):
+        for row in self._read_lines(places.tolist()):
             if has_text(row, search):
                 if skip <= total < skip + number:
                     rows.append(row)
                 total += 1
-        return {"total": total, "rows": rows}
+        return {"total": total, "rows": [row | self._gaps(row) for row in rows]}
 
-    def _read_rows(self, places: Sequence[int]) -> Iterator[Fields]:
-        """Yield rollouts, each with the name of its file, which says who drew it."""
-        paths = [known.path for known in self._files.values()]
-        with contextlib.ExitStack() as stack:
-            files: dict[int, BinaryIO] = {}
-            for place in places:
-                number = self._numbers[place]
-                try:
-                    if number not in files:
-                        files[number] = stack.enter_context(paths[number].open("rb"))
-                    files[number].seek(self._offsets[place])
-                    yield {**_json_object(files[number].readline()), "file": paths[number].stem}
-                except (OSError, *UNREADABLE):
-                    continue  # it was cut since
+    def _gaps(self, row: Fields) -> Fields:
+        """Return the generating engine's log-probability minus the trainer's of each token that has both.
+
+        A resumed run draws and trains some rows again. Which drawing was trained is not known then, and they have none.
+        """
+        index, drawn = row.get("index"), row.get("log_probs")
+        if not isinstance(index, int) or not isinstance(drawn, list) or not row["file"].startswith("rollout"):
+            return {}
+        computed = [line.get("log_probs") for line in self._trained.lines_of(index)]
+        if len(computed) != 1 or not isinstance(computed[0], list):
+            return {}
+        again = [line for line in self.lines_of(index) if line["file"].startswith("rollout")]
+        if len(again) != 1:
+            return {}
+        pairs = zip(drawn, computed[0], strict=False)
+        return {"gaps": [None if None in pair else round(pair[0] - pair[1], 4) for pair in pairs]}
 
 
 def _is_inside(path: Path, run_dir: Path) -> bool:

@@ -120,6 +120,30 @@ def test_a_finished_run_shows_its_curves_and_samples(run_dir: Path, page: Any) -
         assert page.locator("article.sample").count() == 2
 
 
+def test_drawn_tokens_are_the_redder_the_further_the_engines_differ(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    (run_dir / "trace").mkdir()
+    drawn = {"tokens": ["a", " b", "<b>"], "log_probs": [-1.0, -2.0, -3.0], "versions": [[4, 2], [5, 1]]}
+    line = {"step": 1, "group": 0, "index": 7, "prompt": "p", "response": "a b<b>", "reward": 9.0, "response_tokens": 3}
+    append(run_dir / "samples" / "rollout-0.jsonl", line | drawn)
+    append(run_dir / "trace" / "trained-0.jsonl", {"index": 7, "step": 1, "log_probs": [-1.0, -2.25, -5.0]})
+    with served(run_dir) as address:
+        page.goto(address)
+        page.get_by_label("order").select_option("best")
+        page.get_by_text("drawn tokens: engine and trainer differ by 0.75 nats").click()
+        boxes = page.locator(".token")
+        assert boxes.all_text_contents() == ["a", " b", "<b>"]
+        assert [box.evaluate("box => box.style.getPropertyValue('--gap')") for box in boxes.all()] == [
+            "0.000",
+            "0.500",
+            "1.000",
+        ]
+        colours = [box.evaluate("box => getComputedStyle(box).backgroundColor") for box in boxes.all()]
+        assert len(set(colours)) == 3, colours
+        assert [("later" in (box.get_attribute("class") or "")) for box in boxes.all()] == [False, False, True]
+        assert "version 5" in (boxes.nth(2).get_attribute("title") or "")
+
+
 def test_a_live_run_grows_without_a_reload(run_dir: Path, page: Any) -> None:
     with served(run_dir) as address:
         page.goto(address)

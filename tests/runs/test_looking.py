@@ -49,4 +49,5 @@ def test_a_run_shows_its_page_saves_when_asked_and_its_rows_can_be_traced(tmp_pa
     assert tasks[0] == "actor_rollout" and tasks[-1] == "actor_train", tasks
     gaps = found.gaps()
     assert len(gaps) == found.samples[0]["response_tokens"]
+    assert len(found.samples[0]["tokens"]) == len(gaps)
     assert statistics.fmean(map(abs, gaps)) < 1, "of another version's weights at most"

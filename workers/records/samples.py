@@ -34,7 +34,7 @@ from workers.rows.packed_rows import ROW_DRAWN, SAMPLE_DRAWN
 from workers.settings.run import RunConfig
 
 MOST_TOKENS = 256
-"""So many log-probabilities of a row are kept, the first ones: about 2 KB."""
+"""So many tokens of a row are kept with their log-probabilities, the first ones: about 4 KB."""
 # Leases wait in memory for the disk, and later ones are dropped; returned rows are known if they are among so many.
 _MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
@@ -60,7 +60,7 @@ class SampleLog:
     """Writes the responses of kept groups that this instance generated.
 
     Args:
-        tokenizer: for rollouts of several turns; None: do not show their tokens.
+        tokenizer: None: do not show tokens.
     """
 
     def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, tokenizer: Any | None = None) -> None:
@@ -86,6 +86,8 @@ class SampleLog:
             "truncated": rollout.truncated,
             "log_probs": rounded(rollout.log_probs_A),
         }
+        if self._tokenizer is not None:
+            line["tokens"] = [self._tokenizer.decode([token]) for token in rollout.drawn[:MOST_TOKENS].tolist()]
         if rollout.conversations:
             line |= {
                 "conversations": list(rollout.conversations),

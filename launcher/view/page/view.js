@@ -333,6 +333,8 @@ class Panel {
 
 // Samples, as chat
 
+const GAP_RED = 0.5;  // nats
+
 function textOf(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;
@@ -348,6 +350,27 @@ function bubble(message) {
   const calls = (message.tool_calls || []).map((call) => el("span", { class: "said", dir: "auto" },
     "→ " + ((call.function || {}).name || "?") + "(" + textOf((call.function || {}).arguments) + ")"));
   return el("div", { class: "bubble " + kind }, el("span", { class: "role" }, role), thought, said, calls);
+}
+
+/** The first drawn tokens, one box each: by the version that drew it, red the more, the further the engines differ. */
+function drawnTokens(row) {
+  const texts = row.tokens || [], gaps = row.gaps || [], probs = row.log_probs || [];
+  if (!texts.length) return null;
+  const versions = (row.versions || []).flatMap(([version, count]) => Array(count).fill(version));
+  const boxes = texts.map((text, place) => {
+    const gap = gaps[place] ?? null, many = versions[place] !== versions[0];
+    const box = el("span", { class: "token" + (many ? " later" : ""), title: `token ${place}` + (versions[place] === undefined ? "" : `, version ${versions[place]}`)
+      + (probs[place] === undefined || probs[place] === null ? "" : `, log-probability ${number(probs[place])}`)
+      + (gap === null ? "" : `, engine minus trainer ${number(gap)}`) }, text || " ");
+    if (gap !== null) box.style.setProperty("--gap", Math.min(1, Math.abs(gap) / GAP_RED).toFixed(3));
+    return box;
+  });
+  const known = gaps.filter((gap) => gap !== null), mean = known.reduce((sum, gap) => sum + Math.abs(gap), 0) / known.length;
+  return el("details", null, el("summary", null, `drawn tokens${row.response_tokens > texts.length ? `, the first ${texts.length}` : ""}`
+    + (known.length ? `: engine and trainer differ by ${number(mean)} nats on average` : "")),
+    el("div", { class: "tokens" }, boxes),
+    el("p", { class: "note" }, "Red: engine and trainer differ, fully at 0.5 nats, in part because the trainer is a few updates "
+      + "ahead. Underlined: drawn by a later version than the first token. Hover for the figures."));
 }
 
 function tokens(row) {
@@ -368,7 +391,7 @@ function sampleNode(row) {
     talks.map((talk) => el("div", { class: "talk" }, talk.map(bubble))),
     row.ground_truth ? el("div", { class: "bubble truth" }, el("span", { class: "role" }, "ground truth"),
       el("span", { class: "said", dir: "auto" }, row.ground_truth)) : null,
-    tokens(row));
+    drawnTokens(row), tokens(row));
 }
 
 function samplesPart() {

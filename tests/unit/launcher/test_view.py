@@ -93,6 +93,23 @@ def test_a_long_run_is_averaged_and_an_update_of_it_is_small(run_dir: Path) -> N
     assert max(sizes) <= 4
 
 
+def test_rollouts_have_the_gaps_of_their_tokens_where_it_is_known_which_drawing_was_trained(run_dir: Path) -> None:
+    (run_dir / "trace").mkdir()
+    for index in range(3):
+        row = {"step": 1, "group": 0, "index": index, "log_probs": [-1.0, None, -2.0], "tokens": ["a", "b", "c"]}
+        append(run_dir / "samples" / "rollout-0.jsonl", row)
+        append(run_dir / "samples" / "evaluate-0.jsonl", row)
+    run = RunReader(run_dir, "run")
+    rows = run.samples()["rows"]
+    assert len(rows) == 6 and not any("gaps" in row for row in rows), "none was trained yet"
+    for index in range(3):
+        append(run_dir / "trace" / "trained-0.jsonl", {"index": index, "step": 1, "log_probs": [-1.5, -1.0, -2.25]})
+    append(run_dir / "samples" / "rollout-1.jsonl", {"step": 1, "group": 0, "index": 1, "log_probs": [-1.0]})
+    append(run_dir / "trace" / "trained-1.jsonl", {"index": 2, "step": 2, "log_probs": [-1.5]})
+    gaps = {(row["file"], row["index"]): row["gaps"] for row in run.samples()["rows"] if "gaps" in row}
+    assert gaps == {("rollout-0", 0): [0.5, None, 0.25]}, "row 1 was drawn twice, row 2 was trained twice"
+
+
 def test_steps_that_a_run_repeats_replace_the_first_ones(run_dir: Path) -> None:
     page = Page(RunReader(run_dir, "run"))
     add_steps(run_dir, 1, 9, reward=0.25)
