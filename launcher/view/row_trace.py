@@ -337,9 +337,11 @@ class RowTrace:
             return []
         worst = max(range(len(gaps)), key=lambda place: abs(gaps[place]))
         mean = sum(map(abs, gaps)) / len(gaps)
+        tokens = self.samples[-1].get("tokens") or ()
+        said = f" ({plain(tokens[worst])!r:.40})" if worst < len(tokens) else ""
         return [
             f"  log-probabilities, engine minus trainer, of {len(gaps)} tokens: mean |gap| {mean:.4f},",
-            f"    largest {gaps[worst]:+.4f} at token {worst}",
+            f"    largest {gaps[worst]:+.4f} at token {worst}{said}",
         ]
 
 

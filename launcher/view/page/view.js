@@ -464,7 +464,7 @@ async function showAccount(node) {
   try { account = await page.source.account(page.current); } catch { return; }
   if (account.why) { fill(node, el("p", { class: "note" }, account.why)); return; }
   const shades = account.categories.map((name, place) => name === "busy" ? "#2e9e6b" : name === "other" ? "#b9c0cc"
-    : ["#d9822b", "#e0b13a", "#b8479d", "#7a5cd0", "#128a9c"][(place - 1) % 5]);
+    : ["#d9822b", "#e0b13a", "#b8479d", "#7a5cd0", "#128a9c", "#8a5a2b"][(place - 1) % 6]);
   const rows = Object.entries(account.roles).map(([role, shares]) => {
     const bar = el("div", { class: "stack" });
     account.categories.forEach((name, place) => {
