@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import TIMELINE
@@ -47,6 +48,9 @@ _HEADINGS = {
     for category in CATEGORIES
 }
 """Categories of an account; `other`: no span covers the time."""
+
+_ENDS_BYTES = 4 * 2**20
+_decode = json_decoder(dict).decode
 
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Order of rows from top to bottom; users' roles follow."""
@@ -149,6 +153,35 @@ class RunTimeline:
             role: {category: sum(each[category] for each in parts) / len(parts) for category in CATEGORIES}
             for role, parts in by_role.items()
         }
+
+
+def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
+    """Return process -> its spans of the last `last_s` seconds before the newest end, from the ends of the files.
+
+    Long ones are cut (`_ENDS_BYTES` together), so a busy process may begin later. Spans beside others are left out.
+    """
+    paths = sorted((run_dir / TIMELINE).glob("*.jsonl"))
+    spans: dict[str, list[Span]] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size - _ENDS_BYTES // len(paths))
+            file.seek(start)
+            lines = file.read().split(b"\n")
+        whole = lines[start > 0 : -1]  # the first may be half a line, the last is one that is being written
+        own = [span for line in whole if (span := _span(_values(line))) is not None and span.name not in BESIDE]
+        if own:
+            spans[path.stem] = own
+    newest = max((span.end for own in spans.values() for span in own), default=0.0)
+    kept = {name: sorted((s for s in own if s.end >= newest - last_s), key=_order) for name, own in spans.items()}
+    return {name: kept[name] for name in in_order(kept) if kept[name]}
+
+
+def _values(line: bytes) -> Mapping[str, object]:
+    try:
+        return _decode(line)
+    except UNREADABLE:
+        return {}
 
 
 def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ _FIGURES = {
     "response_tokens_mean": "response length (tokens)", "train_tokens_per_s": "tokens/s", "step_time_s": "step (s)",
 }  # fmt: skip
 _MOST_SAMPLES, _SAMPLES_BYTES = 60, 2**20
+_TIMELINE_S = 10.0  # the last ones: a file that is sent around should stay small
 _MOST_LOGS, _LOG_CHARS = 24, 8000
 
 
@@ -56,6 +57,7 @@ def write_report(run_dir: Path) -> Path:
             "samples": _samples(run),
             "logs": _logs(run),
             "account": run.account(),
+            "timeline": run.timeline(_TIMELINE_S),
             "settings": {"text": [settings], "differences": []},
         }
         figures = run.final_figures(_FIGURES, LAST_STEPS)

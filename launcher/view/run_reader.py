@@ -5,15 +5,18 @@
     status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
     samples/, trace/  an index in memory; conversations and log-probabilities are read when asked for
     logs/             the ends, and what follows
+    timeline/         the ends; what the account needs is read whole
 
-Each file is read from where the last call stopped. Nothing is written, and no process of the run is asked. A file that
-is missing or damaged costs its panel and a line that says so, since a run is looked at most when something is wrong
-with it. One thread at a time asks for `samples` and `account`, and one for everything else.
+Each file is read from where the last call stopped. Nothing is written (but `trace` keeps an index of its own), and no
+process of the run is asked. A file that is missing or damaged costs its panel and a line that says so, since a run is
+looked at most when something is wrong with it. One thread at a time asks for `samples`, `account`, `timeline` and
+`trace`, and one for everything else.
 """
 
 import contextlib
 import math
 import os
+import sqlite3
 import statistics
 import time
 from array import array
@@ -48,7 +51,8 @@ from launcher.report.report import has_text
 from launcher.run.rundir import read_plan
 from launcher.run.several_runs import LogFile, end_state
 from launcher.run.status import RunEnd, RunStatus, is_live
-from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order
+from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
+from launcher.view.row_trace import RowTrace
 
 Fields = dict[str, Any]
 
@@ -497,6 +501,48 @@ class RunReader:
             self._account = self._read_account()
             self._account_due = time.monotonic() + 100 * (time.monotonic() - began)
         return self._account
+
+    def timeline(self, last_s: float) -> Fields:
+        """Return {origin, end, categories, processes: [{name, spans: [[start, length, name, category, details]]}]}.
+
+        Starts and lengths are in seconds since `origin` (unix time), categories places in the list of them.
+        """
+        try:
+            processes = newest_spans(self.run_dir, last_s)
+        except OSError as error:
+            return {"why": f"the timeline cannot be read: {error.strerror}"}
+        every = [span for own in processes.values() for span in own]
+        if not every:
+            return {"why": "no spans yet"}
+        end = max(span.end for span in every)
+        origin = max(end - last_s, min(span.start for span in every))
+        categories = {name: place for place, name in enumerate(CATEGORIES)}
+        return {
+            "origin": origin,
+            "end": round(end - origin, 4),
+            "categories": list(CATEGORIES),
+            "processes": [
+                {
+                    "name": name,
+                    "spans": [
+                        [
+                            round(max(span.start, origin) - origin, 4), round(span.end - max(span.start, origin), 4),
+                            span.name, categories[span.category],
+                            ", ".join(f"{key} {value}" for key, value in span.attributes.items()),
+                        ]
+                        for span in own
+                    ],
+                }
+                for name, own in processes.items()
+            ],
+        }  # fmt: skip
+
+    def trace(self, row: int) -> Fields:
+        """Return {text}: where a row was, see `RowTrace`, or {why}: there is nothing."""
+        try:
+            return {"text": RowTrace.read(self.run_dir, row).as_text()}
+        except (AsyncFlowError, OSError, sqlite3.Error) as error:
+            return {"why": str(error)}
 
     def _read_account(self) -> Fields:
         try:

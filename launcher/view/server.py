@@ -2,7 +2,7 @@
 
     http://127.0.0.1:PORT/TOKEN/            the page: page/index.html, view.js, view.css, uPlot
     GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
-    GET  /TOKEN/api/samples, log, account, settings     what a panel shows, when somebody looks at it
+    GET  /TOKEN/api/samples, trace, log, account, timeline, settings     what a panel shows, when somebody looks at it
     POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
     POST /TOKEN/api/stop?run=N              likewise: it saves and stops, as after Ctrl-C
 
@@ -49,6 +49,7 @@ HEADERS = {
 }
 _HAVE = re.compile(r"(-?\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 _MOST_ROWS = 100
+_MOST_TIMELINE_S = 3600
 _HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
@@ -70,6 +71,8 @@ class ViewServer:
                 web.get("/{token}/api/samples", self._samples),
                 web.get("/{token}/api/log", self._log),
                 web.get("/{token}/api/account", self._account),
+                web.get("/{token}/api/timeline", self._timeline),
+                web.get("/{token}/api/trace", self._trace),
                 web.get("/{token}/api/settings", self._settings),
                 web.get("/{token}/{asset:[A-Za-z.]*}", self._asset),
             ]
@@ -156,6 +159,14 @@ class ViewServer:
 
     async def _account(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._ask(self._number_of_run(request), RunReader.account, slow=True))
+
+    async def _timeline(self, request: web.Request) -> web.StreamResponse:
+        last_s = min(_MOST_TIMELINE_S, _whole(request, "last", 60))
+        return _json(await self._ask(self._number_of_run(request), lambda run: run.timeline(last_s), slow=True))
+
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
+        row = _whole(request, "row", 0)
+        return _json(await self._ask(self._number_of_run(request), lambda run: run.trace(row), slow=True))
 
     async def _settings(self, request: web.Request) -> web.StreamResponse:
         return _json(await asyncio.to_thread(settings_of, self._runs))

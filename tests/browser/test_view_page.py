@@ -144,6 +144,43 @@ def test_drawn_tokens_are_the_redder_the_further_the_engines_differ(run_dir: Pat
         assert "version 5" in (boxes.nth(2).get_attribute("title") or "")
 
 
+def test_the_timeline_grows_zooms_and_names_a_span(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    (run_dir / "timeline").mkdir()
+    spans = run_dir / "timeline" / "actor-0.jsonl"
+    for second in range(20):
+        append(spans, {"name": "forward_backward", "start": second, "end": second + 0.5, "step": second})
+        append(spans, {"name": "wait for rows", "start": second + 0.5, "end": second + 1, "step": second})
+    with served(run_dir) as address:
+        page.goto(address)
+        page.get_by_label("time shown").select_option("10")
+        canvas = page.get_by_label("timeline", exact=True)
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        said = page.locator(".panel:has(canvas.spans) .hover")
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 8)
+        expect(said).to_have_text("actor-0: wait for rows 0.5 s (step 19)")
+        page.mouse.move(box["x"] + 112, box["y"] + 8)
+        expect(said).to_contain_text("(step 10)")
+        for _ in range(12):
+            page.mouse.wheel(0, -100)
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 8)
+        expect(said).to_contain_text("(step 10)")
+        canvas.dblclick(position={"x": 300, "y": 8})
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 8)
+        expect(said).to_contain_text("(step 19)")
+
+
+def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    line = {"step": 1, "group": 1, "lineage": 0, "indices": [0], "versions": [0, 0], "time_s": 1.5}
+    append(run_dir / "ledger.jsonl", line | {"admitted_step": 1, "epoch": 0, "staleness": 0})
+    with served(run_dir) as address:
+        page.goto(address)
+        page.get_by_text("follow this row").first.click()
+        expect(page.locator("article.sample details pre").first).to_contain_text("trained in step 1")
+
+
 def test_a_live_run_grows_without_a_reload(run_dir: Path, page: Any) -> None:
     with served(run_dir) as address:
         page.goto(address)

@@ -135,6 +135,8 @@ function liveSource() {
     logs: async (run) => (await ask("log", { run })).logs,
     log: (run, log, from) => ask("log", from === null ? { run, log } : { run, log, from }),
     account: (run) => ask("account", { run }),
+    timeline: (run, last) => ask("timeline", { run, last }),
+    trace: (run, row) => ask("trace", { run, row }),
     settings: () => ask("settings"),
     control: (what, run) => fetch(`api/${what}?run=${run}`, { method: "POST", headers: { "X-AsyncFlow": "control" } }),
   };
@@ -157,6 +159,7 @@ function frozenSource(data) {
     logs: async () => Object.keys(data.logs),
     log: async (run, log) => ({ text: data.logs[log], position: 0, follows: false }),
     account: async () => data.account,
+    timeline: async () => data.timeline,
     settings: async () => data.settings,
   };
 }
@@ -391,7 +394,18 @@ function sampleNode(row) {
     talks.map((talk) => el("div", { class: "talk" }, talk.map(bubble))),
     row.ground_truth ? el("div", { class: "bubble truth" }, el("span", { class: "role" }, "ground truth"),
       el("span", { class: "said", dir: "auto" }, row.ground_truth)) : null,
-    drawnTokens(row), tokens(row));
+    drawnTokens(row), tokens(row), followed(row));
+}
+
+/** Where the row was: its worker, leases and training, as `asyncflow trace` says it. */
+function followed(row) {
+  if (page.source.frozen || !Number.isInteger(row.index) || !String(row.file || "").startsWith("rollout")) return null;
+  const said = el("pre", null, "reading ...");
+  return el("details", { ontoggle: async (event) => {
+    if (!event.target.open) return;
+    try { const found = await page.source.trace(page.current, row.index); said.textContent = shown(found.text || found.why); }
+    catch (error) { said.textContent = "no answer: " + error.message; }
+  } }, el("summary", null, "follow this row"), said);
 }
 
 function samplesPart() {
@@ -459,12 +473,83 @@ function logsPart() {
 
 // Where the time went, the plan, what runs now, failures, settings
 
+function shadesOf(categories) {
+  return categories.map((name, place) => name === "busy" ? "#2e9e6b" : name === "other" ? "#b9c0cc"
+    : ["#d9822b", "#e0b13a", "#b8479d", "#7a5cd0", "#128a9c", "#8a5a2b"][(place - 1) % 6]);
+}
+
+/** What every process does: a row each, spans by kind. The wheel zooms, dragging moves, a double click shows everything. */
+function timelinePart() {
+  const LABEL = 110, ROW = 17, last = el("select", { "aria-label": "time shown" }, [[10, "10 s"], [60, "1 min"], [300, "5 min"], [3600, "1 h"]]
+    .map(([value, label]) => el("option", { value }, "the last " + label)));
+  const canvas = el("canvas", { class: "spans", "aria-label": "timeline" }), told = el("div", { class: "hover" }), why = el("p", { class: "note" });
+  let known = null, view = null, dragged = null;
+  const xOf = (time) => LABEL + (time - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - LABEL);
+  const timeOf = (x) => view[0] + (x - LABEL) / (canvas.clientWidth - LABEL) * (view[1] - view[0]);
+  function draw() {
+    if (!known || !canvas.clientWidth) return;
+    const scale = window.devicePixelRatio || 1, height = ROW * known.processes.length + 16, shades = shadesOf(known.categories);
+    canvas.style.height = height + "px"; canvas.width = canvas.clientWidth * scale; canvas.height = height * scale;
+    const pen = canvas.getContext("2d"), quiet = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
+    pen.scale(scale, scale); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+    known.processes.forEach((process, place) => {
+      for (const [start, length, , kind] of process.spans) {
+        const left = Math.max(LABEL, xOf(start)), right = Math.min(canvas.clientWidth, xOf(start + length));
+        if (right < LABEL || left > canvas.clientWidth) continue;
+        pen.fillStyle = shades[kind]; pen.fillRect(left, place * ROW + 2, Math.max(0.7, right - left), ROW - 4);
+      }
+      pen.fillStyle = quiet; pen.fillText(shown(process.name), 0, place * ROW + ROW / 2, LABEL - 6);
+    });
+    pen.fillStyle = quiet;
+    for (const share of [0, 0.25, 0.5, 0.75]) pen.fillText(number(timeOf(LABEL + share * (canvas.clientWidth - LABEL)) - known.end) + " s",
+      LABEL + share * (canvas.clientWidth - LABEL), height - 7);
+  }
+  async function show() {
+    let found;
+    try { found = await page.source.timeline(page.current, last.value); } catch { return; }
+    if (!found) return;
+    why.textContent = found.why || ""; canvas.hidden = Boolean(found.why);
+    if (found.why) return;
+    const whole = !known || (view[0] === 0 && view[1] === known.end);
+    if (!whole && dragged === null) view = view.map((time) => time + known.origin - found.origin);  // the same moments
+    known = found;
+    if (whole) view = [0, Math.max(known.end, 1e-3)];
+    draw();
+  }
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const at = timeOf(Math.max(LABEL, event.offsetX)), factor = event.deltaY > 0 ? 1.25 : 0.8;
+    view = [Math.max(0, at + (view[0] - at) * factor), Math.min(known.end, at + (view[1] - at) * factor)];
+    draw();
+  }, { passive: false });
+  canvas.addEventListener("dblclick", () => { view = [0, known.end]; draw(); });
+  canvas.addEventListener("pointerdown", (event) => { dragged = event.offsetX; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerup", () => { dragged = null; });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!known) return;
+    if (dragged !== null) {
+      const by = Math.max(-view[0], Math.min(known.end - view[1], timeOf(dragged) - timeOf(event.offsetX)));
+      view = [view[0] + by, view[1] + by]; dragged = event.offsetX;
+      draw();
+    }
+    const process = known.processes[Math.floor(event.offsetY / ROW)], at = timeOf(event.offsetX);
+    const spans = process && event.offsetX >= LABEL ? process.spans.filter(([start, length]) => start <= at && at <= start + length) : [];
+    told.textContent = spans.length ? shown(process.name + ": " + spans.map(([, length, name, , more]) =>
+      `${name} ${number(length)} s${more ? " (" + more + ")" : ""}`).join(" in ")) : "";
+  });
+  last.addEventListener("change", () => { known = null; show(); });
+  new ResizeObserver(draw).observe(canvas);
+  const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", el("span", { class: "unit" }, "seconds before the newest span")),
+    page.source.frozen ? null : el("div", { class: "controls" }, last), why, canvas, told,
+    el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. `asyncflow timeline` draws the whole run."));
+  return { node, show, showNewest: () => dragged === null && show() };
+}
+
 async function showAccount(node) {
   let account;
   try { account = await page.source.account(page.current); } catch { return; }
   if (account.why) { fill(node, el("p", { class: "note" }, account.why)); return; }
-  const shades = account.categories.map((name, place) => name === "busy" ? "#2e9e6b" : name === "other" ? "#b9c0cc"
-    : ["#d9822b", "#e0b13a", "#b8479d", "#7a5cd0", "#128a9c", "#8a5a2b"][(place - 1) % 6]);
+  const shades = shadesOf(account.categories);
   const rows = Object.entries(account.roles).map(([role, shares]) => {
     const bar = el("div", { class: "stack" });
     account.categories.forEach((name, place) => {
@@ -597,9 +682,10 @@ function build(root) {
     const extra = section.id === "speed" ? el("div", { class: "grid" }) : null;
     return { node: el("section", null, el("h2", { id: section.id }, section.title), el("div", { class: "grid" }, panels.map((panel) => panel.node)), extra), extra };
   });
-  const speed = sections.find((section) => section.extra).extra, account = el("div", null), now = el("div"), failures = el("div"), settings = el("div");
+  const speed = sections.find((section) => section.extra).extra, account = el("div", null), plan = el("div", { class: "wide" }), now = el("div"), failures = el("div"), settings = el("div");
   const accountPanel = el("section", { class: "panel wide" }, el("h3", null, "Where the time went"), account);
-  const samples = samplesPart(), logs = logsPart();
+  const samples = samplesPart(), logs = logsPart(), timeline = timelinePart();
+  fill(speed, accountPanel, timeline.node, plan);
   const others = el("div", { class: "grid" }), drawn = new Set(SECTIONS.flatMap((section) => section.panels.flatMap((panel) => panel.figures || [])));
   const known = new Map();
   const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure (docs/metrics.md says what each means)"), others);
@@ -607,7 +693,7 @@ function build(root) {
     el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, logs.node),
     el("section", null, el("h2", { id: "settings" }, "Settings"), settings), el("section", null, el("h2", null, "The rest"), rest));
 
-  function details() { showAccount(account); samples.show(); logs.show(); }
+  function details() { showAccount(account); timeline.show(); samples.show(); logs.show(); }
   function addOthers() {
     const names = [...new Set(page.runs.flatMap((run) => Object.keys(run.values)))].sort();
     for (const name of names) {
@@ -639,9 +725,10 @@ function build(root) {
     const run = page.runs[page.current], open = [...now.querySelectorAll("details")].map((one) => one.open);
     fill(now, nowNode(run));
     now.querySelectorAll("details").forEach((one, place) => { one.open = Boolean(open[place]); });
-    fill(speed, accountPanel, planNode(run));
+    fill(plan, planNode(run));
     fill(failures, failuresNode(run));
     logs.update();
+    if (run.now.state === "running" && !page.source.frozen) timeline.showNewest();
     const states = page.runs.map((one) => one.now.state).join();
     if (first) showSettings(settings);
     if (first || states !== finished) details();

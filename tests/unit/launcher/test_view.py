@@ -110,6 +110,25 @@ def test_rollouts_have_the_gaps_of_their_tokens_where_it_is_known_which_drawing_
     assert gaps == {("rollout-0", 0): [0.5, None, 0.25]}, "row 1 was drawn twice, row 2 was trained twice"
 
 
+def test_the_timeline_has_the_last_seconds_of_every_process(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    assert run.timeline(10.0) == {"why": "no spans yet"}
+    (run_dir / "timeline").mkdir()
+    for second in range(30):
+        append(run_dir / "timeline" / "ref-0-0.jsonl", {"name": "wait for rows", "start": second, "end": second + 1})
+        append(run_dir / "timeline" / "rollout-0-0.jsonl", {"name": "turn", "start": second, "end": second + 1})
+    append(run_dir / "timeline" / "rollout-0-0.jsonl", {"name": "generate", "start": 5, "end": 28, "rows": 3})
+    with (run_dir / "timeline" / "ref-0-0.jsonl").open("a") as file:
+        file.write('{"name": "torn')
+    found = run.timeline(10.0)
+    assert (found["origin"], found["end"]) == (20.0, 10.0)
+    rollout, ref = found["processes"]
+    assert rollout == {"name": "rollout-0-0", "spans": [[0.0, 8.0, "generate", 0, "rows 3"]]}
+    waits = found["categories"].index("waiting for data")
+    assert ref["spans"][1:] == [[float(n), 1.0, "wait for rows", waits, ""] for n in range(10)]
+    assert ref["spans"][0][:2] == [0.0, 0.0], "it ended as the window began"
+
+
 def test_steps_that_a_run_repeats_replace_the_first_ones(run_dir: Path) -> None:
     page = Page(RunReader(run_dir, "run"))
     add_steps(run_dir, 1, 9, reward=0.25)
