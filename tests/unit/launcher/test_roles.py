@@ -136,6 +136,8 @@ def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tm
     assert load_config(tmp_path / "config.yaml").is_colocated
     other = load_config(tmp_path / "config.yaml", roles="rollout:1,actor:2")
     assert not other.is_colocated and other.roles_text == "rollout:1,actor:2"
+    other = load_config(tmp_path / "config.yaml", overrides=["roles={rollout: 2, actor: 2}"])
+    assert not other.is_colocated, "the roles were given anew, as a whole"
 
 
 @pytest.mark.parametrize(
