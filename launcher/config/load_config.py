@@ -428,8 +428,9 @@ def load_config(
         options["steps"] = "--steps"
     if roles is not None:
         values["roles"] = parse_roles(roles, _users_roles(values))
-        values["colocated"] = ()
         options["roles"] = "--roles"
+    if "roles" in options and "colocated" not in options:  # a run's own file says it in two settings
+        values["colocated"] = ()
     if isinstance(values.get("roles"), dict):
         values["roles"], joint = split_roles(values["roles"])
         values |= {"colocated": joint} if joint else {}

@@ -163,6 +163,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
                                                       what a version is (`weightsync.lora`)
         actor, ...     all ranks of each role         on the CPU, see `state_of_roles`
         actor asleep   all ranks of the actor         page-locked, where it takes turns with the rollout on a device
+        bases asleep   all ranks that generate there  where a version is an adapter, which brings them no base
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm slots     P x c per evaluating instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w per instance of vLLM on devices; only with `weightsync.path: broadcast`
@@ -185,10 +186,12 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     instances = _vllm_instances(checked)
     of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
+    states = state_of_roles(config, parameters, trained)
     return {
         "weight slots": config.weightsync.num_slots * version,
-        **(state_of_roles(config, parameters, trained) if on_cpu else {}),
-        "actor asleep": state_of_roles(config, parameters, trained).get("actor", 0) if sleeps else 0,
+        **(states if on_cpu else {}),
+        "actor asleep": states.get("actor", 0) if sleeps else 0,
+        "bases asleep": sum(states.get(role, 0) for role in config.guests) if sleeps and config.sends_adapter else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire,
         "broadcasts": len(instances) * version if config.weightsync.path == "broadcast" and not on_cpu else 0,

@@ -80,6 +80,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str, 
     devices = "cpu" if checked.devices.kind == "cpu" else f"{checked.devices.count} x {checked.devices.kind}"
     if checked.num_nodes > 1:
         devices = f"{checked.num_nodes} nodes, each with {devices}"
+    if config.is_colocated:
+        devices += f"; {'+'.join(config.colocated)} take turns"
     rows = [
         ("config", str(source)),
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
@@ -249,7 +251,8 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
     external = checked.config.launcher.external_gangs
     gangs = [gang for gang in checked.gangs if gang.name in external]
     if not gangs:
-        gangs = [gang for gang in checked.gangs if gang.role == "rollout" and gang.parts == (HEAD,)][:1]
+        able = {"rollout"} - {*checked.config.colocated}
+        gangs = [gang for gang in checked.gangs if gang.role in able and gang.parts == (HEAD,)][:1]
         if not gangs:
             return ""
         intro = f"A GANG BY HAND (after the launch, with --set launcher.external_gangs='[{gangs[0].name}]')"

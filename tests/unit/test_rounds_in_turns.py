@@ -87,3 +87,16 @@ def test_a_model_that_cannot_sleep_is_refused_by_name() -> None:
     assert sleepers(config, [one, None]) == (one,)
     with pytest.raises(ConfigError, match="Sleepless cannot; give rollout and actor devices of their own"):
         sleepers(config, [one, Sleepless()])
+
+
+def test_no_rank_begins_if_another_one_learned_of_a_stop_while_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one is gone: the others would wait for it in the first collective of their models."""
+    said: list[bool] = []
+    monkeypatch.setattr(actor, "meet_peers", lambda _: None)
+    monkeypatch.setattr(actor, "open_turn", lambda *_, **__: object())
+    monkeypatch.setattr(actor, "wait_for_devices", lambda *_, **__: True)
+    monkeypatch.setattr(actor, "all_ranks", lambda value: said.append(value))
+    monkeypatch.setattr(actor, "Actor", lambda *_: pytest.fail("it began"))
+    context: Any = SimpleNamespace(stopping=threading.Event())
+    actor.run_actor(context)
+    assert said == [True]

@@ -1,5 +1,6 @@
 """The devices' turn between a run's processes: what gangs say in the job store, and what follows from it."""
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -141,3 +142,17 @@ def test_patience_lasts_while_rows_may_come() -> None:
     assert not over((True, 0.0, True), (False, parked, True)), "a part of a round is here: the rest comes"
     assert over((True, 0.0, True), (False, Patience.SKEW_S, True)), "its unit died: the rest is generated again"
     assert Patience([(True, 0.0, True), (True, 0.0, True)]).all_have_rounds and not over((True, 0.0, True))
+
+
+def test_ranks_that_get_another_ones_rounds_have_no_say_in_the_patience() -> None:
+    """Of a replica of several ranks, one asks the queue. The others are silent, or, where rows go from device to
+    device, ready for whatever comes."""
+    parked, soon, follows = Patience.PARKED_S, Patience.PARKED_S / 2, math.inf
+    for ready in (False, True):
+        follower = (ready, follows, True)
+        assert Patience([(False, parked, True), follower]).is_over
+        assert not Patience([(False, soon, True), follower]).is_over
+        assert not Patience([(True, 0.0, True), follower]).is_over, "its round is on the way"
+        stuck = (False, Patience.SKEW_S, True)
+        assert not Patience([(True, 0.0, True), follower, (False, parked, True), follower]).is_over
+        assert Patience([(True, 0.0, True), follower, stuck, follower]).is_over

@@ -16,6 +16,7 @@ that thread broadcasts, so the caller's thread only takes finished batches. Only
 made by the caller's thread.
 """
 
+import math
 import random
 import struct
 import threading
@@ -415,7 +416,10 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
 
     @property
     def asking_s(self) -> float:
-        """How long the queue has not answered a request for the next round; 0: nothing was asked."""
+        """How long the queue has not answered a request for the next round (s); 0: nothing was asked. Infinite on a
+        rank that never asks, since it gets the rounds of another rank of its replica."""
+        if self._client is None:
+            return math.inf
         since = self._asking_since
         return 0.0 if since is None else time.monotonic() - since
 

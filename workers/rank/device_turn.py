@@ -12,6 +12,7 @@ numbered so that an item that a stranger pushes again does not count a second ti
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -224,8 +225,8 @@ class Patience:
     SKEW_S = 1.0
 
     def __init__(self, said: Sequence[tuple[bool, float, bool]]) -> None:
-        """`said`: of every rank, whether it has a round, how long the queue has not answered its request (s), and
-        whether it knows that the devices are wanted."""
+        """`said`: of every rank, whether it has a round, how long the queue has not answered its request (s; infinite:
+        it never asks), and whether it knows that the devices are wanted."""
         self._said = said
 
     @property
@@ -239,6 +240,8 @@ class Patience:
     @property
     def is_over(self) -> bool:
         """Whether to give the devices away."""
-        limit_s = self.SKEW_S if any(ready for ready, _, _ in self._said) else self.PARKED_S
-        silent_s = min((seconds for ready, seconds, _ in self._said if not ready), default=0.0)
+        # Ranks that get their rounds from another one know nothing of the queue.
+        asking = [(ready, seconds) for ready, seconds, _ in self._said if seconds < math.inf]
+        limit_s = self.SKEW_S if any(ready for ready, _ in asking) else self.PARKED_S
+        silent_s = min((seconds for ready, seconds in asking if not ready), default=0.0)
         return self.is_wanted and silent_s >= limit_s

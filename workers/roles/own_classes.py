@@ -133,7 +133,10 @@ def _settings_of(
         return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
     from workers.engines.load_engine import outside_engine
 
-    given, sleeps = getattr(config, section).engine_options, section in config.colocated
+    given = getattr(config, section).engine_options
+    # A reference without a role of its own sleeps with the actor.
+    hosted = section == "ref" and "ref" not in config.roles and config.algorithm.kl_coef > 0
+    sleeps = section in config.colocated or (hosted and config.is_colocated)
     kind, options = outside_engine(registry, section, name, given, sleeps=sleeps)
     if registry.group == ENGINES.group and config.sends_adapter and not getattr(kind, "takes_adapters", False):
         raise ConfigError(

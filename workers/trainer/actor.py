@@ -88,8 +88,8 @@ def run_actor(context: WorkerContext) -> None:
     meet_peers(context)
     news = threading.Event()
     turn = open_turn(context, news, meet=partial(all_ranks, True))
-    # Before any device memory is allocated.
-    if turn is not None and not wait_for_devices(context, turn, stop=context.stopping):
+    # Before any device memory is allocated. Together: one rank may learn of a stop just before the devices come.
+    if turn is not None and not all_ranks(wait_for_devices(context, turn, stop=context.stopping)):
         return
     actor = Actor(context, turn, news)
     actor.train()

@@ -130,6 +130,17 @@ def test_models_on_a_device_take_no_host_memory() -> None:
     assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 2e9
 
 
+def test_what_sleeps_waits_in_host_memory() -> None:
+    """Of a generator that is the base to which versions add an adapter; a whole version replaces all of it."""
+    found = []
+    for changes in ((), ("lora={rank: 2}", "weightsync.lora=merged"), ("lora={rank: 2}", "weightsync.lora=adapter")):
+        checked = preflight(*changes, roles="rollout+actor:2")
+        devices = Devices("cuda", 2)
+        found.append(memory_parts(replace(checked, devices=devices, gangs=place_gangs(checked.config, devices))))
+    assert found[0]["actor asleep"] == (16 + 2 * 4) * PARAMETERS > found[1]["actor asleep"] > 0
+    assert [parts["bases asleep"] for parts in found] == [0, 0, 2 * 4 * PARAMETERS]
+
+
 def test_processes_of_vllm_count() -> None:
     checked = preflight(
         "rollout.engine=vllm", "vllm.dtype=bfloat16", "vllm.tensor_parallel_size=4", roles="rollout:8,actor:1"

@@ -35,6 +35,16 @@ class Kept:
 class Half:
     def submit(self): ...
 
+class Reference:
+    class Config(Settings):
+        pass
+    adopts_weights = False
+    def log_probs(self, batch): ...
+    def load_weights(self, weights, *, adopt=False): ...
+    def read_weights(self, weights_dir): ...
+    def weight_needs(self): ...
+    def save_weights(self, target): ...
+
 def function():
     pass
 
@@ -233,6 +243,16 @@ def test_an_engine_that_cannot_sleep_takes_no_turns(code: Path) -> None:
     run["rollout"] |= PLAIN
     with pytest.raises(ConfigError, match="rollout.engine: custom_engine:PlainEngine lacks sleep wake;"):
         resolving(run, {}, FIELDS)
+
+
+def test_nor_does_a_reference_that_the_actor_hosts(code: Path) -> None:
+    run = load_config(find_recipe("quickstart")).model_dump(mode="json")
+    run["ref"] |= {"engine": "outside_classes:Reference"}
+    hosted = run | {"roles": {"rollout": 1, "actor": 1}, "colocated": ["rollout", "actor"]}
+    with pytest.raises(ConfigError, match="ref.engine: outside_classes:Reference lacks sleep wake;"):
+        resolving(hosted, {}, FIELDS)
+    for other in (hosted | {"colocated": []}, hosted | {"roles": {"rollout": 1, "actor": 1, "ref": 1}}):
+        assert resolving(other, {}, FIELDS).function()["ref"] == {}
 
 
 @pytest.mark.parametrize(

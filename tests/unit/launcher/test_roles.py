@@ -10,6 +10,7 @@ from launcher.checks.preflight import check_run
 from launcher.config.load_config import check_roles, load_config, parse_roles
 from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
+from launcher.request.dry_run import describe
 
 
 def test_roles_are_parsed_into_canonical_order() -> None:
@@ -122,6 +123,16 @@ def test_rollout_and_actor_may_share_devices(write_config: Callable[..., Path]) 
         assert (config.roles_text, config.num_devices) == ("rollout+actor:2,ref:1", 3)
 
 
+def test_a_dry_run_says_who_takes_turns_and_has_none_of_them_started_by_hand() -> None:
+    source = find_recipe("quickstart")
+    texts = [
+        describe(check_run(load_config(source, roles=roles)), source=source, run_dir=Path("new"))
+        for roles in ("rollout+actor:2", "rollout:2,actor:2")
+    ]
+    assert ["cpu; rollout+actor take turns" in text for text in texts] == [True, False]
+    assert ["external_gangs='[rollout-0]'" in text for text in texts] == [False, True]
+
+
 def test_evaluators_may_share_them_too(write_config: Callable[..., Path]) -> None:
     config = load_config(write_config(), roles="rollout+actor+evaluate:2")
     assert config.colocated == ("rollout", "actor", "evaluate") and config.num_devices == 2
@@ -136,6 +147,8 @@ def test_a_run_may_go_on_in_the_other_form(write_config: Callable[..., Path], tm
     assert load_config(tmp_path / "config.yaml").is_colocated
     other = load_config(tmp_path / "config.yaml", roles="rollout:1,actor:2")
     assert not other.is_colocated and other.roles_text == "rollout:1,actor:2"
+    other = load_config(tmp_path / "config.yaml", overrides=["roles={rollout: 2, actor: 2}"])
+    assert not other.is_colocated, "the roles were given anew, as a whole"
 
 
 @pytest.mark.parametrize(

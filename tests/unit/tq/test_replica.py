@@ -132,13 +132,17 @@ def test_a_replica_that_does_not_say_who_fetches_goes_by_the_clients_config(
 ) -> None:
     config = QueueConfig.model_validate(settings)
     replicas = [Replica(one._group) for one in pair]
+    loaders = []
     for replica in replicas:
         client = QueueClient(Credentials(HashStore(), b"", 1.0), "me", config=config)
-        StreamingDataLoader(
-            client, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1, replica=replica
+        loaders.append(
+            StreamingDataLoader(
+                client, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1, replica=replica
+            )
         )
         client.close()
     assert [replica.fetches for replica in replicas] == fetches
+    assert [one.asking_s == 0.0 for one in loaders] == fetches, "the others are not silent: they ask nothing"
 
 
 def test_a_replica_by_device_needs_its_groups(pair: list[Replica]) -> None:
