@@ -71,6 +71,9 @@ _LEAST_NOISE = 0.01
 # The part of the trainer's move that a generator made is known if the move is this many times the noise in it; then
 # less than half of it is not due to chance.
 _CLEAR_MOVE, _LEAST_PART = 12.0, 0.5
+# An adapter is not lost in rounding if the trainer's log-probabilities of so many tokens move: where a few roundings
+# turn out differently, the tokens before them stay.
+_MOVED = 0.9
 
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
 
@@ -214,8 +217,8 @@ class ProbeJudge:
     generator moved less than half as far as the trainer, in the trainer's direction: this is seen however stale its
     tokens are, since both moves are between the same two versions. Or it computes exactly as before, bit by bit, though
     most tensors have changed: this is seen however small the move is, in whole weights. A small adapter is lost in the
-    rounding of what it is added to, whatever has changed in it; there the trainer has to move by more than the noise,
-    since the version that the generator last moved with.
+    rounding of what it is added to, whatever has changed in it; there the trainer's move has to show, too, since the
+    version that the generator last moved with.
 
     Args:
         error: difference that rounding explains (nats), see `rounding_error`.
@@ -263,7 +266,9 @@ class ProbeJudge:
             return ""
         before, expected_before_A, found_before_A = self._last
         move_A, own_A = (expected_A - expected_before_A).double(), (found_A - found_before_A).double()
-        if changed and _rms(move_A) > (noise if self._adapter else 0.0) and not bool(own_A.any()):
+        least = _LEAST_NOISE * self._error if self._adapter else 0.0
+        shows = _rms(move_A) > least and (not self._adapter or int(move_A.count_nonzero()) >= _MOVED * len(move_A))
+        if changed and shows and not bool(own_A.any()):
             return f"it gives the probe exactly the log-probabilities that it gave with the weights of {before}"
         length = float(move_A.norm())
         # Without the update, `own_A` is rounding alone; with it, the move and the rounding of both versions.

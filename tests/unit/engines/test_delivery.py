@@ -209,9 +209,13 @@ def test_an_engine_that_computes_exactly_as_before_has_not_moved_at_all() -> Non
 def test_an_adapter_too_small_for_the_generators_rounding_is_no_failure_and_what_is_lost_adds_up() -> None:
     start, unmoved = torch.full((63,), -5.0), torch.full((63,), -5.01)
     judge = ProbeJudge(BFLOAT16, adapter=True)
-    said = [judge.find_complaint(Version(0, step), start + 1e-3 * step, unmoved, changed=True) for step in range(100)]
-    first = next(step for step, one in enumerate(said) if one)
-    assert first in (50, 51) and "exactly the log-probabilities that it gave with the weights of step 0" in said[first]
+    said = [judge.find_complaint(Version(0, step), start + 9e-5 * step, unmoved, changed=True) for step in range(9)]
+    assert said[:6] == [""] * 6 and "exactly the log-probabilities that it gave with the weights of step 0" in said[6]
+    # Rounding that turns out differently at one place of the trainer's pass moves the tokens behind it.
+    judge, few = ProbeJudge(BFLOAT16, adapter=True), start.clone()
+    few[40:] += 0.02
+    assert not judge.find_complaint(Version(0, 0), start, unmoved, changed=True)
+    assert not judge.find_complaint(Version(0, 1), few, unmoved, changed=True)
 
 
 def test_engines_that_differ_by_more_than_expected_are_not_expected_to_move_alike_before_it_is_known() -> None:
