@@ -383,6 +383,11 @@ def _check_same_lora(checkpoint: Checkpoint, config: RunConfig) -> None:
                 f"lora.{key}: {name} {own!r} is not what {checkpoint.path} was trained with ({theirs!r}); leave it as "
                 f"it was, or {instead}"
             )
+    if config.lora.path not in (None, was.path):
+        raise ConfigError(
+            f"lora.path: {config.lora.path} would not be read, since {checkpoint.path} holds the adapter as it was "
+            f"trained; leave it out, or {instead}"
+        )
     found = weights_fingerprint(Path(config.model.path))
     if found != checkpoint.weights_fingerprint:
         raise ConfigError(

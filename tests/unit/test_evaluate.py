@@ -123,6 +123,21 @@ def test_each_own_version_is_evaluated_with_its_weights(make: Any, tmp_path: Pat
     ]
 
 
+def test_delivery_is_proven_at_the_temperature_of_the_run_whichever_set_was_answered_last(make: Any) -> None:
+    evaluator, weights, _ = make(0, 1)
+    only = evaluator._sets[0]
+    cooler = replace(only, name="cooler", sampling=only.sampling.model_copy(update={"temperature": 0.5}))
+    evaluator._sets = (only, cooler)
+    used: list[float] = []
+    evaluator._engine.use_sampling = lambda sampling: used.append(sampling.temperature)
+    proven: list[float] = []
+    evaluator._delivery = SimpleNamespace(check_loaded=lambda _: proven.append(used[-1]))
+    for step in (0, 1):
+        weights.publish(step)
+        evaluator.evaluate(evaluator.load_next())
+    assert used[-1] == 0.5 and proven == [evaluator._sampling.temperature] * 2 != [0.5] * 2
+
+
 def answered(*kinds: str) -> tuple[list[FinishedRollout], list[ScoredResponse]]:
     """Return rollouts, and their scores, of which each is `right`, `unscored`, `failed`, `absent` or `skipped`."""
     rollouts, scores = [], []

@@ -71,21 +71,25 @@ _LEAST_NOISE = 0.01
 # The part of the trainer's move that a generator made is known if the move is this many times the noise in it; then
 # less than half of it is not due to chance.
 _CLEAR_MOVE, _LEAST_PART = 12.0, 0.5
+# An adapter is not lost in rounding if the trainer's log-probabilities of so many tokens move: where a few roundings
+# turn out differently, the tokens before them stay.
+_MOVED = 0.9
 
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
 
 
-def rounding_error(config: RunConfig) -> float | None:
+def rounding_error(config: RunConfig, engine: str | None = None) -> float | None:
     """Return the largest mean difference (nats) of a token's log-probability that rounding explains between trainer and
-    generating engine with the same weights, for the least precise dtype that computes or sends the policy, at an
-    entropy of at least one nat; None: an engine is simulated. Measured: 1.3e-5 and 0.037 (docs/algorithms.md)."""
-    rollout = config.rollout
-    if "sim" in (rollout.engine, config.actor.engine):
+    generating engine (None: the rollout's) with the same weights, for the least precise dtype that computes or sends
+    the policy, at an entropy of at least one nat; None: an engine is simulated. Measured: 1.3e-5 and 0.037
+    (docs/algorithms.md)."""
+    engine = engine or config.rollout.engine
+    if "sim" in (engine, config.rollout.engine, config.actor.engine):
         return None
     types: set[str | None] = {config.model.dtype, config.actor.autocast, config.weightsync.dtype}
-    if rollout.engine == "vllm":
+    if engine == "vllm":
         types = {config.vllm.dtype or config.model.dtype, config.actor.autocast, config.weightsync.dtype}
-    rough = bool(types - {"float32", None}) or rollout.engine == "openai" or "rollout" in config.outside_roles
+    rough = bool(types - {"float32", None}) or engine == "openai" or "rollout" in config.outside_roles
     return _BFLOAT16_ERROR if rough else _FLOAT32_ERROR
 
 
@@ -212,14 +216,18 @@ class ProbeJudge:
     Three things show that a version did not arrive. The engines are much further apart than they ever were. The
     generator moved less than half as far as the trainer, in the trainer's direction: this is seen however stale its
     tokens are, since both moves are between the same two versions. Or it computes exactly as before, bit by bit, though
-    most tensors have changed: this is seen however small the move is.
+    most tensors have changed: this is seen however small the move is, in whole weights. A small adapter is lost in the
+    rounding of what it is added to, whatever has changed in it; there the trainer's move has to show, too, since the
+    version that the generator last moved with.
 
     Args:
         error: difference that rounding explains (nats), see `rounding_error`.
+        adapter: versions are adapters.
     """
 
-    def __init__(self, error: float) -> None:
+    def __init__(self, error: float, *, adapter: bool = False) -> None:
         self._error = error
+        self._adapter = adapter
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)  # of versions that were delivered
         self._last: tuple[Version, Tensor, Tensor] | None = None  # the last of them, expected and found
 
@@ -235,7 +243,7 @@ class ProbeJudge:
             return ""
         gap, error = _rms(found_A - expected_A), self._error
         is_known = len(self._gaps) >= _KNOWN_AFTER
-        noise = max(_LEAST_NOISE * error, *self._gaps) if is_known else error
+        noise = max([error * (_LEAST_NOISE if is_known else 1.0), *self._gaps])
         limit = _ERRORS_AT_FIRST * error
         if is_known:
             limit = min(limit, max(error, _TIMES_AS_BEFORE * noise))
@@ -246,6 +254,8 @@ class ProbeJudge:
             )
         if found := self._compare_moves(expected_A, found_A, noise, changed=changed):
             return found
+        if self._last is not None and torch.equal(found_A, self._last[2]):
+            return ""  # later versions are compared with the one that it last moved with, so that what is lost adds up
         if changed or self._last is None:  # the same weights again say nothing new of rounding
             self._gaps.append(gap)
         self._last = version, expected_A, found_A
@@ -256,7 +266,9 @@ class ProbeJudge:
             return ""
         before, expected_before_A, found_before_A = self._last
         move_A, own_A = (expected_A - expected_before_A).double(), (found_A - found_before_A).double()
-        if changed and bool(move_A.any()) and not bool(own_A.any()):
+        least = _LEAST_NOISE * self._error if self._adapter else 0.0
+        shows = _rms(move_A) > least and (not self._adapter or int(move_A.count_nonzero()) >= _MOVED * len(move_A))
+        if changed and shows and not bool(own_A.any()):
             return f"it gives the probe exactly the log-probabilities that it gave with the weights of {before}"
         length = float(move_A.norm())
         # Without the update, `own_A` is rounding alone; with it, the move and the rounding of both versions.
@@ -307,14 +319,15 @@ class DeliveryCheck:
 
     def __init__(self, context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig) -> None:
         config = context.config
-        error = rounding_error(config)
-        self._interval = config.weightsync.proof_interval if error is not None and sampling.engine != "sim" else 0
+        error = rounding_error(config, sampling.engine)
+        self._interval = config.weightsync.proof_interval if error is not None else 0
         self._context, self._engine = context, engine
         # The trainer's log-probabilities are of the run's temperature.
         self._scorer: ScoringEngine | None = None
         if isinstance(engine, ScoringEngine) and sampling.temperature == config.rollout.temperature:
             self._scorer = engine
-        self._error = error or 0.0
+        # Logits are divided by the temperature, and so is their rounding.
+        self._error = (error or 0.0) / (min(1.0, sampling.temperature) or 1.0)
         self._judges: list[ProbeJudge] = []
         self._store = context.sealed_store() if self._interval else None
         self._names: dict[str, list[str]] = {}
@@ -375,7 +388,7 @@ class DeliveryCheck:
 
     def _judge_probe(self, version: Version, expected_A: Tensor, found_CA: Tensor, changed: bool) -> list[str]:
         while len(self._judges) < len(found_CA):
-            self._judges.append(ProbeJudge(self._error))
+            self._judges.append(ProbeJudge(self._error, adapter=self._context.config.sends_adapter))
         complaints = []
         for number, found_A in enumerate(found_CA):
             found = self._judges[number].find_complaint(version, expected_A, found_A, changed=changed)

@@ -22,7 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from asyncflow.errors import ConfigError
-from workers.data.model_files import few_of
+from workers.data.model_files import FLOATS, few_of
 from workers.settings.lora import ALL_LINEAR, LoraConfig
 
 if TYPE_CHECKING:
@@ -165,7 +165,11 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
     try:
         config = json.loads((directory / CONFIG_FILE).read_text())
         with safe_open(directory / WEIGHTS_FILE, framework="np") as file:
-            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            held = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            types = {name: str(one.get_dtype()) for name, one in slices.items()}
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG_FILE} holds no settings")
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{given} cannot be read as an adapter ({error}); name peft's directory of one") from error
     _check_plain(config, given)
@@ -188,6 +192,8 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
     for name, shape in shapes.items():
         if held[name] != shape:
             raise ConfigError(f"{given}: {name} has shape {held[name]}, but the model asks for {shape}")
+        if types[name] not in FLOATS:
+            raise ConfigError(f"{given}: {name} has elements of type {types[name]}; name an adapter of floats")
 
 
 def read_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> "dict[str, Tensor]":

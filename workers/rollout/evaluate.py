@@ -128,7 +128,7 @@ class Evaluator:
         self._last_own = own[-1]
         tokenizer = context.load_tokenizer()
         self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1))
-        sampling = config.evaluate.sampling(config.rollout)
+        self._sampling = sampling = config.evaluate.sampling(config.rollout)
         load = load_generate_engine if share is None else load_generating_model
         context.report_state(STARTING, LOADING)
         self._engine = load(config, sampling, device=context.device)
@@ -172,6 +172,7 @@ class Evaluator:
         assert self._version is not None, "the wait ends with a newer version"
         if self._turn is not None:
             self._sleeper.wake(WakePart.KV_CACHE)
+        self._draw_by(self._sampling)  # the last set may have left its temperature, which is not the trainer's
         self._delivery.check_loaded(self._version)
         self._engine.version = self._version.step
         self._tell_skipped(held, self._version.step)
@@ -223,12 +224,16 @@ class Evaluator:
 
     def _answer(self, one: "HeldOut", version: Version) -> list[_Scored] | None:
         """Answer a set with the loaded weights; None: the run stops."""
-        if len({other.sampling.draws_by for other in self._sets}) > 1:
-            assert isinstance(self._engine, ResamplingEngine), "the checks before a start refuse other engines"
-            self._engine.use_sampling(one.sampling)
+        self._draw_by(one.sampling)
         with self._context.timeline.span("evaluate", step=version.step, rows=len(one.requests)):
             scored = self._generate(one, version)
             return scored if self._wait_scores(scored) else None
+
+    def _draw_by(self, sampling: SamplingConfig) -> None:
+        """Have the engine draw so, if the sets draw in different ways."""
+        if len({other.sampling.draws_by for other in self._sets}) > 1:
+            assert isinstance(self._engine, ResamplingEngine), "the checks before a start refuse other engines"
+            self._engine.use_sampling(sampling)
 
     def rest(self) -> None:
         """Give devices away that other roles use, too."""

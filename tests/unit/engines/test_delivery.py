@@ -11,12 +11,14 @@ import torch
 from asyncflow.errors import WeightsNeverDelivered, WeightsNotDelivered
 from asyncflow.timeline import NoTimeline
 from benchmarks.delivery import FAULTS, Lab, NumbersOnly, complaint, false_alarms, faulty_load
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from weightsync.checksums import tensor_checksum
 from weightsync.plan import Box, Need, plan_transfer
 from weightsync.sender import ShardWriter, describe
 from weightsync.version import Version
 from workers.engines.base import HeldChecksum, LocalShard
-from workers.engines.delivery import ProbeJudge, compare_checksums
+from workers.engines.delivery import DeliveryCheck, ProbeJudge, compare_checksums
 from workers.engines.vllm.engine import whole_checksums
 from workers.engines.weight_path import HeldWeights
 
@@ -202,6 +204,35 @@ def test_an_engine_that_computes_exactly_as_before_has_not_moved_at_all() -> Non
         assert not judge.find_complaint(Version(0, 3), before, before + noise, changed=True)
         found = judge.find_complaint(Version(0, 4), after, before + noise, changed=changed)
         assert said in found and bool(found) == bool(said)
+
+
+def test_an_adapter_too_small_for_the_generators_rounding_is_no_failure_and_what_is_lost_adds_up() -> None:
+    start, unmoved = torch.full((63,), -5.0), torch.full((63,), -5.01)
+    judge = ProbeJudge(BFLOAT16, adapter=True)
+    said = [judge.find_complaint(Version(0, step), start + 9e-5 * step, unmoved, changed=True) for step in range(9)]
+    assert said[:6] == [""] * 6 and "exactly the log-probabilities that it gave with the weights of step 0" in said[6]
+    # Rounding that turns out differently at one place of the trainer's pass moves the tokens behind it.
+    judge, few = ProbeJudge(BFLOAT16, adapter=True), start.clone()
+    few[40:] += 0.02
+    assert not judge.find_complaint(Version(0, 0), start, unmoved, changed=True)
+    assert not judge.find_complaint(Version(0, 1), few, unmoved, changed=True)
+
+
+def test_engines_that_differ_by_more_than_expected_are_not_expected_to_move_alike_before_it_is_known() -> None:
+    for seed in range(60):
+        assert not walk(ProbeJudge(BFLOAT16), noise=0.25, move=0.15, stays=False, seed=seed)
+
+
+def test_rounding_is_that_of_the_engine_and_the_temperature_which_are_judged() -> None:
+    def error(*overrides: str, evaluates: bool = False) -> float:
+        config = load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *overrides))
+        sampling = config.evaluate.sampling(config.rollout) if evaluates else config.rollout
+        context: Any = SimpleNamespace(config=config, sealed_store=lambda: None)
+        return DeliveryCheck(context, SimpleNamespace(), sampling)._error  # type: ignore[arg-type]
+
+    rough = ("evaluate.engine=vllm", "vllm.dtype=bfloat16")
+    assert (error(*rough), error(*rough, evaluates=True)) == (FLOAT32, BFLOAT16)
+    assert error("rollout.temperature=0.5") == 2 * FLOAT32 and error("rollout.temperature=2") == FLOAT32
 
 
 def test_probabilities_that_are_no_numbers_are_the_trainers_to_report_and_else_a_failure() -> None:

@@ -403,3 +403,14 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         check_adapter(tmp_path, lora, targets)
     with pytest.raises(ConfigError, match="cannot be read as an adapter"):
         check_adapter(tmp_path / "nowhere", lora, targets)
+
+
+def test_damaged_adapter_is_refused(tmp_path: Path) -> None:
+    lora, targets = LoraConfig(rank=2), {"model.layers.0.mlp.up_proj": (16, 8)}
+    tensors = {name: torch.ones(shape, dtype=torch.int32) for name, shape in adapter_shapes(targets, 2).items()}
+    write_adapter(tmp_path, tensors, lora, targets, base="base")
+    with pytest.raises(ConfigError, match="lora_A.weight has elements of type I32; name an adapter of floats"):
+        check_adapter(tmp_path, lora, targets)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"cannot be read as an adapter \(adapter_config.json holds no settings\)"):
+        check_adapter(tmp_path, lora, targets)

@@ -468,6 +468,7 @@ def resumable_adapter(tmp_path: Path) -> Checkpoint:
         ("lora.alpha=8", r"^lora.alpha: scaling 2.0 is not what .* was trained with \(1.0\)"),
         ("lora.targets=all-linear", r"^lora.targets: targets 'all-linear' is not what .* \(\('q_proj',\)\)"),
         ("lora.modules_to_save=[norm]", r"^lora.modules_to_save: "),
+        ("lora.path=.", r"^lora.path: .* would not be read, since .*step_000010 holds the adapter as it was trained"),
         ("lora=null", r"^lora: .*step_000010 holds an adapter alone; resume with lora as it was"),
     ],
 )
