@@ -560,7 +560,7 @@ def samples_command(
 
 @main.command("trace", cls=OneLineCommand)
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("row", type=click.IntRange(0))
+@click.argument("row", type=click.IntRange(0, 2**63 - 1))  # as large as the index keeps
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def trace_command(run_dir: Path, row: int, *, as_json: bool) -> None:
     """Follow one row through a run: worker, versions, leases, step.
