@@ -328,7 +328,7 @@ def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str 
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="They share the prompts.")
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--run-dir", metavar="DIR", help="Where answers and figures go.  [default: runs/evaluate-NAME-TIMESTAMP]")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object; all else on stderr.")
 def evaluate_command(
     model: str, config: str | None, *, ranks: int, overrides: tuple[str, ...], run_dir: str | None, as_json: bool
 ) -> None:
@@ -339,14 +339,14 @@ def evaluate_command(
     MODEL is a model's directory, OWNER/NAME on the Hub, a run (its newest checkpoint) or a checkpoint. CONFIG, a file
     or a recipe, says with section evaluate on which prompts; a run has its own.
     """
-    from launcher.process.progress import table
+    from launcher.process.progress import Output, table
     from launcher.request.evaluation import accept_evaluation, table_of
 
     started_at = time.time()
     prepare_streams()
     with errors_as_exits():
         accepted = accept_evaluation(model, config, overrides=overrides, ranks=ranks, run_dir=run_dir)
-        code, line = accepted.run(started_at)
+        code, line = accepted.run(started_at, Output.JSON if as_json else Output.LINES)
         if code == 0:
             sets = list(accepted.config.evaluate.named_sets())
             click.echo(json.dumps(line) if as_json else table(table_of(line, sets)))

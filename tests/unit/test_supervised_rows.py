@@ -218,7 +218,7 @@ def test_a_row_that_the_tokenizer_cannot_write_is_refused(model_dir: Path, row: 
 def test_a_row_with_two_begins_of_text_is_refused() -> None:
     tokenizer = tokenizer_of_family("mistral")
     config = DataConfig(path="rows.jsonl", completion_field="completion")
-    row = PromptRow("<s>3+5=", "", 1, completion="8")
+    row = PromptRow("<s><s>3+5=", "", 1, completion="8")
     tokens = SupervisedTokens(config, model_dir=QUICKSTART, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="rows.jsonl:1: begins with two <s>"):
         tokens.tokenize_row(row)
