@@ -1,6 +1,7 @@
 """What the user reads while a run goes on."""
 
 import fcntl
+import io
 import json
 import os
 import pty
