@@ -373,8 +373,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         account = timeline.account_by_role()
         chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
         directory = run_dir / TIMELINE
-        (directory / "trace.json").write_text(chrome_trace(timeline))
-        (directory / "gantt.html").write_text(gantt_html(chart, width=width))
+        (directory / "trace.json").write_text(chrome_trace(timeline), encoding="utf-8")
+        (directory / "gantt.html").write_text(gantt_html(chart, width=width), encoding="utf-8")
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
         click.echo(account_text(account))
         click.echo(recording_text(timeline, measure_span_cost()))
