@@ -251,7 +251,8 @@ def _check_rows(
     if config.rollout.is_own:  # an own rollout builds its prompts itself
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir, data = Path(config.model.path), config.data
-    first_row = check_supervised(rows, data, model_dir=model_dir) if data.completion_field is not None else None
+    supervised = data.completion_field is not None and rows  # rows of a feed come later
+    first_row = check_supervised(rows, data, model_dir=model_dir) if supervised else None
     if first_row is not None and not held_out:
         return first_row
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:

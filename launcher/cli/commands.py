@@ -328,7 +328,7 @@ def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str 
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="They share the prompts.")
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--run-dir", metavar="DIR", help="Where answers and figures go.  [default: runs/evaluate-NAME-TIMESTAMP]")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object; all else on stderr.")
 def evaluate_command(
     model: str, config: str | None, *, ranks: int, overrides: tuple[str, ...], run_dir: str | None, as_json: bool
 ) -> None:
@@ -339,14 +339,14 @@ def evaluate_command(
     MODEL is a model's directory, OWNER/NAME on the Hub, a run (its newest checkpoint) or a checkpoint. CONFIG, a file
     or a recipe, says with section evaluate on which prompts; a run has its own.
     """
-    from launcher.process.progress import table
+    from launcher.process.progress import Output, table
     from launcher.request.evaluation import accept_evaluation, table_of
 
     started_at = time.time()
     prepare_streams()
     with errors_as_exits():
         accepted = accept_evaluation(model, config, overrides=overrides, ranks=ranks, run_dir=run_dir)
-        code, line = accepted.run(started_at)
+        code, line = accepted.run(started_at, Output.JSON if as_json else Output.LINES)
         if code == 0:
             sets = list(accepted.config.evaluate.named_sets())
             click.echo(json.dumps(line) if as_json else table(table_of(line, sets)))
@@ -373,8 +373,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         account = timeline.account_by_role()
         chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
         directory = run_dir / TIMELINE
-        (directory / "trace.json").write_text(chrome_trace(timeline))
-        (directory / "gantt.html").write_text(gantt_html(chart, width=width))
+        (directory / "trace.json").write_text(chrome_trace(timeline), encoding="utf-8")
+        (directory / "gantt.html").write_text(gantt_html(chart, width=width), encoding="utf-8")
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
         click.echo(account_text(account))
         click.echo(recording_text(timeline, measure_span_cost()))
@@ -560,7 +560,7 @@ def samples_command(
 
 @main.command("trace", cls=OneLineCommand)
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("row", type=click.IntRange(0))
+@click.argument("row", type=click.IntRange(0, 2**63 - 1))  # as large as the index keeps
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def trace_command(run_dir: Path, row: int, *, as_json: bool) -> None:
     """Follow one row through a run: worker, versions, leases, step.

@@ -208,6 +208,7 @@ def final_lines(
     Args:
         code, message: the supervisor's `Finish`.
         step: the newest finished step; 0 if this start finished none.
+        last_step: 0: the command trains nothing, so there is nothing to resume.
         resumable: whether there is a checkpoint.
         evaluation: of the newest version that this start evaluated.
         model: the directory that `transformers` loads, if the newest checkpoint has it.
@@ -218,10 +219,10 @@ def final_lines(
         lines.append(f"held-out accuracy: {accuracy_text(evaluation)} at step {evaluation['step']}")
     if resumable:
         lines.append(f"model: asyncflow export {run}" if model is None else f"model: {model}")
-    progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
-    if code == RESUMABLE or (code == FAILED and resumable):
+    progress = f"step {step}/{last_step}, {_clock(elapsed_s)}" if last_step else _clock(elapsed_s)
+    if last_step and (code == RESUMABLE or (code == FAILED and resumable)):
         lines.append(f"resume with: asyncflow-launch --resume {run}")
-    if code == RESUMABLE and not resumable:
+    if last_step and code == RESUMABLE and not resumable:
         lines.append("there is no checkpoint yet: resumed, it starts again from step 1")
     if code == FAILED:
         lines += [f"logs: {run_dir / 'logs'}", f"failed ({progress}): {message}"]
@@ -451,7 +452,8 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         # A dumb terminal cannot move its cursor: rich would show nothing there until the end.
-        if self._output is Output.LINES and self._console.is_terminal and not self._console.is_dumb_terminal:
+        shows = self._console.is_terminal and not self._console.is_dumb_terminal and self._console.width > 0
+        if self._output is Output.LINES and shows:  # (COLUMNS=0 in the environment leaves no room)
             live = Live(console=self._console, auto_refresh=False, transient=True)
             with _even_if_closed(self._console.file):
                 live.start()

@@ -30,8 +30,16 @@ from launcher.checks.user_code import check_names, check_rollout_code, try_rewar
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.config.rules import OF_EVALUATIONS, check_rules
+from launcher.process.progress import Output
 from launcher.run.restore import find_checkpoint, is_checkpoint
-from launcher.run.rundir import check_new_run_dir, create_run_dir, default_run_dir, discard_run_dir, held_run_dir
+from launcher.run.rundir import (
+    check_new_run_dir,
+    create_run_dir,
+    default_run_dir,
+    discard_run_dir,
+    has_checkpoint,
+    held_run_dir,
+)
 from workers.calls.user_function import search_beside
 from workers.data.model_files import check_model_dir
 from workers.settings.run import RunConfig
@@ -50,7 +58,7 @@ class Evaluation:
     default_run_dir: bool
     rows: RowsToCheck
 
-    def run(self, started_at: float) -> tuple[int, dict[str, Any]]:
+    def run(self, started_at: float, output: Output = Output.LINES) -> tuple[int, dict[str, Any]]:
         """Answer all prompts; returns the exit code and, if it is 0, the line of `evaluation.jsonl`."""
         from launcher.run.run_job import run_job
 
@@ -60,7 +68,7 @@ class Evaluation:
             try:
                 code = run_job(
                     self.config, self.gangs, run_dir,
-                    resume_from="", lineage=0, started_at=started_at, identity=software(),
+                    resume_from="", lineage=0, started_at=started_at, identity=software(), output=output,
                 )  # fmt: skip
             except BaseException:
                 discard_run_dir(run_dir)
@@ -120,6 +128,8 @@ def _find_model(model: str) -> tuple[str, Path | None]:
         return model, None  # a name on the Hub, or a mistake that loading the configuration names
     if not (is_checkpoint(path) or (path / CONFIG_FILE).is_file()):
         return str(path.resolve()), None
+    if not is_checkpoint(path) and not has_checkpoint(path):
+        raise ConfigError(f"MODEL: {path} has no checkpoint yet; name a run that has one, or a model")
     checkpoint = find_checkpoint(str(path), None)
     if not (checkpoint.path / HF).is_dir():
         raise ConfigError(f"{checkpoint.path} has no {HF}/ yet; make it: asyncflow export {checkpoint.run_dir}")

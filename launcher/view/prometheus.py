@@ -123,7 +123,7 @@ def _live_samples(live: Mapping[str, Any], who: Mapping[str, str]) -> Iterator[S
 
 def dashboard_names() -> set[str]:
     """Return the names of metrics that the dashboard's panels ask for."""
-    board = json.loads(DASHBOARD.read_text())
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     targets = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     return {name for expression in targets for name in re.findall(r"asyncflow_\w+", expression)}
 

@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     state = run.state()
     environment = Environment(loader=PackageLoader("launcher.view", "page"), autoescape=True)
     try:
-        settings = (run_dir / CONFIG_FILE).read_text()
+        settings = (run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
         data = {
             "state": {"control": False, "runs": [state]},
             "samples": _samples(run),
@@ -67,8 +67,8 @@ def write_report(run_dir: Path) -> Path:
             summary=_summary(run, state, figures),
             figures=figures,
             data=script_json(data),
-            styles=[_Inline((_PAGE / name).read_text()) for name in ("uPlot.min.css", "view.css")],
-            scripts=[_Inline((_PAGE / name).read_text()) for name in ("uPlot.iife.min.js", "view.js")],
+            styles=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.min.css", "view.css")],
+            scripts=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.iife.min.js", "view.js")],
         )
         (run_dir / REPORT_FILE).write_text(text, encoding="utf-8")
     except OSError as error:

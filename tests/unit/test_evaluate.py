@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.json_lines import JsonLines
 from asyncflow.timeline import NoTimeline
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
@@ -230,6 +231,16 @@ def test_stop_ends_an_evaluation_and_leaves_no_line(make: Any, tmp_path: Path) -
     evaluator.evaluate(Version(0, 0))
     stop.join(DEADLINE_S)
     assert (tmp_path / "evaluation.jsonl").read_text() == ""
+
+
+def test_an_instance_without_a_share_of_the_prompts_answers_none(make: Any, tmp_path: Path) -> None:
+    evaluator, _, context = make(0)
+    tokenizer = load_tokenizer(Path(context.config.model.path))
+    evaluator._sets = held_out_sets_of(context.config, tokenizer, share=(12, 13))
+    answers = JsonLines(tmp_path / "answers.jsonl")
+    evaluator.write_answers(answers)
+    answers.close()
+    assert (tmp_path / "answers.jsonl").read_text() == ""
 
 
 SETS = (

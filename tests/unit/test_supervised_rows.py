@@ -151,6 +151,38 @@ def test_published_templates_tell_the_assistants_tokens(
     assert row.text == tokenizer.apply_chat_template(talk, tokenize=False)
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = (
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}={% if 'tool_calls' in m %}({{ m.tool_calls[0].function.name }}){% endif %}"
+    "{{ m.content }}<eos>{% else %}+{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.mark.parametrize("call", [{}, {"content": None}, {"content": None, "name": None}])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_calls_of_tools_need_no_content_and_see_the_tools(model_dir: Path, call: dict[str, Any], tools: object) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]
+    talk = [
+        {"role": "user", "content": "3+5", "tool_calls": None},
+        {"role": "assistant", "tool_calls": calls, **call},
+        {"role": "tool", "name": "add", "content": "8"},
+        {"role": "assistant", "content": "8", "tool_calls": None},
+    ]
+    file = model_dir / "rows.jsonl"
+    file.write_text(json.dumps({"messages": talk, "tools": tools}))
+    (model_dir / "chat_template.jinja").write_text(CALLS)
+    config = DataConfig(path=str(file), chat_template=True, completion_field="messages")
+    tokens = SupervisedTokens(config, model_dir=model_dir, tokenizer=load_tokenizer(model_dir))
+    text = tokens.tokenize_row(read_prompt_rows(file, config)[0]).text
+    assert text == "[add]+3+5=(add)<eos>+8=8<eos>"
+
+
+def test_tools_that_are_torn_json_are_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="rows.jsonl:1: 'tools' is not a JSON list"):
+        trained(model_dir, {"messages": CONVERSATION, "tools": '[{"type"'}, PLAIN, completion_field="messages")
+
+
 @pytest.mark.parametrize(
     ("row", "template", "complaint"),
     [
@@ -177,6 +209,21 @@ def test_a_template_that_renders_at_random_is_refused(model_dir: Path) -> None:
         trained(model_dir, {"messages": CONVERSATION}, template, completion_field="messages", checked=True)
 
 
+@pytest.mark.parametrize("row", [{"prompt": "3+5=", "completion": "eight"}, {"prompt": "sum=", "completion": "8"}])
+def test_a_row_that_the_tokenizer_cannot_write_is_refused(model_dir: Path, row: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* loses \d of the \d characters of .*rows.jsonl:1"):
+        trained(model_dir, row, completion_field="completion", checked=True)
+
+
+def test_a_row_with_two_begins_of_text_is_refused() -> None:
+    tokenizer = tokenizer_of_family("mistral")
+    config = DataConfig(path="rows.jsonl", completion_field="completion")
+    row = PromptRow("<s><s>3+5=", "", 1, completion="8")
+    tokens = SupervisedTokens(config, model_dir=QUICKSTART, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="rows.jsonl:1: begins with two <s>"):
+        tokens.tokenize_row(row)
+
+
 def test_rows_with_their_completions_are_as_long_as_the_limit_says(model_dir: Path) -> None:
     row = {"prompt": "3+5=", "completion": "8"}
     trained(model_dir, row, completion_field="completion", max_prompt_tokens=6, overlong="reject")
@@ -190,6 +237,8 @@ def test_rows_with_their_completions_are_as_long_as_the_limit_says(model_dir: Pa
         ([(0, 2), (2, 5)], [0, 2, 5], {0: 0, 2: 1, 5: 2}),
         ([(0, 0), (0, 2), (2, 5), (0, 0)], [0, 2, 5], {0: 1, 2: 2, 5: 3}),  # with tokens that the tokenizer adds
         ([(0, 2), (3, 5)], [2], {2: 1}),  # a byte-level token without its space
+        ([(0, 2), (3, 5)], [3], None),  # the space of that token is before the border
+        ([(0, 2), (2, 3), (3, 5)], [3], {3: 2}),
         ([(0, 1), (1, 2), (1, 2), (2, 3)], [1, 2], {1: 1, 2: 3}),  # two tokens of one character
         ([(0, 3), (3, 5)], [2], None),
         ([], [0], {0: 0}),

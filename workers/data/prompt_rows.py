@@ -408,7 +408,7 @@ def _messages(messages: list[Any], field_name: str, config: DataConfig, where: s
     what = f"{where}: {field_name!r}"
     if not config.chat_template:
         raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
-    joined = [{**one, "content": _content(one.get("content"))} if isinstance(one, dict) else one for one in messages]
+    joined = [_message(one) if isinstance(one, dict) else one for one in messages]
     texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
              for one in joined)  # fmt: skip
     if not joined or not all(texts):
@@ -417,6 +417,13 @@ def _messages(messages: list[Any], field_name: str, config: DataConfig, where: s
             f"text; correct the row"
         )
     return joined
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    # A column of messages has every key in each of them, and templates ask whether there is one.
+    given = {name: value for name, value in message.items() if value is not None}
+    calls_only = bool(given.get("tool_calls")) and "content" not in given
+    return {**given, "content": "" if calls_only else _content(given.get("content"))}
 
 
 def _content(content: object) -> object:
@@ -591,18 +598,23 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: ModelTok
     """Refuse a tokenizer that cannot represent the prompts: the model would be asked something else."""
     decoded = tokenizer.decode([sample.tokens for sample in samples])
     for sample, text in zip(samples, decoded, strict=True):
-        given = _characters(sample.text)
-        lost, of, what = (given - _characters(text)).total(), given.total(), "characters"
-        most = MAX_LOST
-        if lost <= most * of:
-            of, most, what = _num_spaces(sample.text), MAX_LOST_SPACES, "spaces"
-            lost = of - _num_spaces(text)
-        if lost > most * of:
-            raise ConfigError(
-                f"model.path: the tokenizer of {tokenizer.model_dir} loses {lost} of the {of} {what} of "
-                f"{sample.row.describe_place(config)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
-                f"tokenizer that belongs to the model, or remove the row"
-            )
+        check_decoded(sample.row, sample.text, text, config, tokenizer.model_dir)
+
+
+def check_decoded(row: PromptRow, text: str, decoded: str, config: DataConfig, model_dir: Path) -> None:
+    """Raise ConfigError if a row's text lost much of itself on the way to tokens and back."""
+    given = _characters(text)
+    lost, of, what = (given - _characters(decoded)).total(), given.total(), "characters"
+    most = MAX_LOST
+    if lost <= most * of:
+        of, most, what = _num_spaces(text), MAX_LOST_SPACES, "spaces"
+        lost = of - _num_spaces(decoded)
+    if lost > most * of:
+        raise ConfigError(
+            f"model.path: the tokenizer of {model_dir} loses {lost} of the {of} {what} of {row.describe_place(config)}:"
+            f" {excerpt(text)} comes back as {excerpt(decoded)}; copy the tokenizer that belongs to the model, or "
+            f"remove the row"
+        )
 
 
 def _characters(text: str) -> Counter[str]:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee, excerpt
@@ -26,6 +28,7 @@ from workers.data.prompt_rows import (
     Message,
     PromptRow,
     ShownPrompt,
+    check_decoded,
     check_fit,
     check_left,
     check_tokens,
@@ -65,13 +68,19 @@ class SupervisedTokens:
         """Return a row's tokens and mask; the mask has ones, but not at the first token, which nothing predicts.
 
         Raises ConfigError if nothing is trained, the template cannot tell the assistant's tokens, or tokens of the
-        prompt and of the completion cannot be told apart.
+        prompt and of the completion cannot be told apart, or the row begins with BOS twice.
         """
         if not self._config.chat_template:
             text, tokens, mask = self._of_texts(row)
         else:
             text, tokens, mask = self._of_messages(row)
         mask[:1] = [0] * len(tokens[:1])
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and tokens[:2] == [bos, bos]:
+            raise ConfigError(
+                f"{self._place(row)}: begins with two {self._tokenizer.bos_token}, of which the tokenizer of "
+                f"{self._model_dir} or its chat template writes one; take the other out of the text"
+            )
         if 1 not in mask:
             raise ConfigError(f"{self._place(row)}: none of its {len(tokens)} tokens is trained; remove the row")
         return TokenizedRow(text, tokens, mask)
@@ -197,6 +206,11 @@ class SupervisedTokens:
 
     def _options(self, row: PromptRow) -> dict[str, Any]:
         tools = row.fields.get(_TOOLS)
+        if isinstance(tools, str) and tools.lstrip().startswith("["):  # TRL takes them as JSON, too
+            try:
+                tools = msgspec.json.decode(tools)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{self._place(row)}: {_TOOLS!r} is not a JSON list: {error}; correct it") from error
         return {"tools": tools} if isinstance(tools, list) and tools else {}
 
     def _place(self, row: PromptRow) -> str:
@@ -206,13 +220,14 @@ class SupervisedTokens:
 def token_borders(offsets: Sequence[tuple[int, int]], borders: Sequence[int]) -> dict[int, int] | None:
     """Return, by border (a place in the text), how many tokens lie before it; None if a token lies across one.
 
-    `offsets`: where in the text each token begins and ends; what the tokenizer adds by itself is empty, (0, 0).
+    `offsets`: where in the text each token begins and ends; what the tokenizer adds by itself is empty, (0, 0). What
+    lies between two tokens is taken for the later one's: many tokenizers leave a token's space out of its place.
     """
     found = {}
     for border in borders:
         before = [k for k, (begin, end) in enumerate(offsets) if begin < end <= border]
         count = before[-1] + 1 if before else next((k for k, (_, end) in enumerate(offsets) if end), len(offsets))
-        if count < len(offsets) and offsets[count][0] < border < offsets[count][1]:
+        if count < len(offsets) and (offsets[count - 1][1] if count else 0) < border < offsets[count][1]:
             return None
         found[border] = count
     return found
@@ -292,7 +307,10 @@ def supervised_in_child(model_dir: str, data: Mapping[str, Any]) -> Callee:
 
     def tokenize(rows: Sequence[Mapping[str, Any]]) -> list[Any] | str:
         try:
-            found = [made.tokenize_row(PromptRow(**row)) for row in rows]
+            given = [PromptRow(**row) for row in rows]
+            found = [made.tokenize_row(row) for row in given]
+            for row, one in zip(given, found, strict=True):
+                check_decoded(row, one.text, tokenizer.decode(one.tokens), config, path)
         except ConfigError as error:
             return str(error)
         return [(one.text, one.tokens, one.mask) for one in found]

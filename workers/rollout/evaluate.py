@@ -264,6 +264,8 @@ class Evaluator:
         scores: Sequence[ScoredResponse],
     ) -> None:
         """Raise UserCodeFailed if too much failed for a fair accuracy; skipped tasks do not count as failed."""
+        if not rollouts:  # a set with fewer prompts than instances that share them
+            return
         where = f"evaluation of step {version.step}{f' on {one.name}' if one.name else ''}"
         config = self._context.config
         not_made = [one.failure for one in rollouts if one.failure and not one.skipped]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import check_run
+from launcher.checks.preflight import _check_data, check_run
 from launcher.checks.start_notes import settings_without_effect
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
@@ -149,3 +149,8 @@ def test_samples_of_a_part_of_the_distribution_are_noted() -> None:
     for text in ("rollout.top_p 0.9 draws from a part of the distribution", "rollout.top_k 20 draws from a part"):
         assert sum(note.startswith(text) for note in notes) == 1
     assert not [note for note in check_run(configured("rollout.temperature=0.7")).notes if "draws from a part" in note]
+
+
+def test_rows_of_sft_may_be_fed_later() -> None:
+    config = load_config(find_recipe("quickstart-sft-cpu"), overrides=["data.path=null", "data.source=feed"])
+    assert _check_data(config).num_prompts is None

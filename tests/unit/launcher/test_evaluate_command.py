@@ -64,6 +64,7 @@ def test_a_run_without_an_export_says_how_to_make_one(tmp_path: Path, monkeypatc
     done = CliRunner().invoke(main, ["evaluate", str(run)])
     assert done.exit_code == 2
     assert str(run) in done.output and len(done.output.strip().splitlines()) == 1
+    assert "MODEL: " in done.output and "--resume" not in done.output
 
 
 def test_all_of_a_model_is_checked_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the user reads while a run goes on."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -225,6 +226,19 @@ def test_what_resuming_means_without_a_checkpoint() -> None:
         "there is no checkpoint yet: resumed, it starts again from step 1",
         "stopped (step 0/60, 0:01)",
     ]
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_what_trains_nothing_has_no_steps_and_is_not_told_to_be_resumed(code: int) -> None:
+    lines = final_lines(code, "stopped", step=0, last_step=0, elapsed_s=1.0, run_dir=Path("x"), resumable=False)
+    assert not [line for line in lines if "resume" in line or "step" in line]
+
+
+def test_a_terminal_without_columns_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=0, _environ={"TERM": "xterm"})
+    with Progress([ACTOR], last_step=60, started_at=NOW, console=console) as progress:
+        progress.print_event("started 2 workers")
+    assert capsys.readouterr().out == "started 2 workers\n"
 
 
 def test_a_failure_without_a_checkpoint_is_not_told_to_be_resumed() -> None:

@@ -87,6 +87,12 @@ def test_a_row_that_is_not_kept_has_its_ledger_and_an_unknown_one_is_refused(run
         RowTrace.read(run_dir / "logs", 1)
 
 
+def test_a_number_that_no_row_can_have_is_refused_in_one_line(run_dir: Path) -> None:
+    result = CliRunner().invoke(main, ["trace", str(run_dir), "9" * 20])
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert "ROW" in result.output
+
+
 def test_what_replaced_a_kept_rows_group_is_told(run_dir: Path) -> None:
     keep(run_dir, 40, group=17, step=4)
     dead = {"lineage": 0, "step": 4, "admitted_step": 4, "group": 17, "dead_letter": True, "replaced_by": 20,

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import launcher.view.report_page
 from asyncflow.errors import ConfigError
 from asyncflow.process import SAVE_SIGNAL
 from launcher.cli.commands import main
@@ -420,6 +423,16 @@ def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
     assert "0.125 (0.100 to 0.200), 95 % interval, at step 2" in page
     assert "0.5833 ± 0.36 (last 3 steps)" in page  # 4.30 x 0.1443 / sqrt(3)
     assert "step_000003/hf" in page
+
+
+def test_the_report_is_utf8_whatever_the_locale(run_dir: Path) -> None:
+    add_steps(run_dir, 1, 2)
+    child = "import sys, pathlib; from launcher.view.report_page import write_report as w; w(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", child, str(run_dir)], env=environment, check=True, timeout=60)
+    script = (Path(launcher.view.report_page.__file__).parent / "page" / "view.js").read_text(encoding="utf-8")
+    assert not script.isascii()
+    assert script in (run_dir / "report.html").read_text(encoding="utf-8")
 
 
 def test_no_text_ends_the_script_that_holds_the_data() -> None:
