@@ -49,7 +49,7 @@ _HEADINGS = {
 }
 """Categories of an account; `other`: no span covers the time."""
 
-_ENDS_BYTES = 4 * 2**20
+_ENDS_BYTES = 2**20
 _decode = json_decoder(dict).decode
 
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
@@ -158,14 +158,14 @@ class RunTimeline:
 def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
     """Return process -> its spans of the last `last_s` seconds before the newest end, from the ends of the files.
 
-    Long ones are cut (`_ENDS_BYTES` together), so a busy process may begin later. Spans beside others are left out.
+    Long ones are cut (`_ENDS_BYTES` together), so it may be less than that. Spans beside others are left out.
     """
-    paths = sorted((run_dir / TIMELINE).glob("*.jsonl"))
+    sizes = {path: path.stat().st_size for path in sorted((run_dir / TIMELINE).glob("*.jsonl"))}
+    share = min(1.0, _ENDS_BYTES / max(1, sum(sizes.values())))
     spans: dict[str, list[Span]] = {}
-    for path in paths:
+    for path, size in sizes.items():
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = max(0, size - _ENDS_BYTES // len(paths))
+            start = int(size * (1 - share))
             file.seek(start)
             lines = file.read().split(b"\n")
         whole = lines[start > 0 : -1]  # the first may be half a line, the last is one that is being written

@@ -323,7 +323,7 @@ class SampleIndex(_LineIndex):
         if len(again) != 1:
             return {}
         pairs = zip(drawn, computed[0], strict=False)
-        return {"gaps": [None if None in pair else round(pair[0] - pair[1], 4) for pair in pairs]}
+        return {"gaps": [round(a - b, 4) if isinstance(a, float) and isinstance(b, float) else None for a, b in pairs]}
 
 
 def _is_inside(path: Path, run_dir: Path) -> bool:

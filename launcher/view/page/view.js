@@ -542,7 +542,10 @@ function timelinePart() {
   const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", el("span", { class: "unit" }, "seconds before the newest span")),
     page.source.frozen ? null : el("div", { class: "controls" }, last), why, canvas, told,
     el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. `asyncflow timeline` draws the whole run."));
-  return { node, show, showNewest: () => dragged === null && show() };
+  return { node, show, showNewest: () => {
+    const { top, bottom } = node.getBoundingClientRect();
+    if (dragged === null && bottom > 0 && top < window.innerHeight) show();
+  } };
 }
 
 async function showAccount(node) {
@@ -728,11 +731,11 @@ function build(root) {
     fill(plan, planNode(run));
     fill(failures, failuresNode(run));
     logs.update();
-    if (run.now.state === "running" && !page.source.frozen) timeline.showNewest();
+    if (++updates % 5 === 0 && run.now.state === "running") timeline.showNewest();
     const states = page.runs.map((one) => one.now.state).join();
     if (first) showSettings(settings);
     if (first || states !== finished) details();
-    else if (++updates % 15 === 0 && run.now.state === "running") { showAccount(account); samples.showFirst(); }
+    else if (updates % 15 === 0 && run.now.state === "running") { showAccount(account); samples.showFirst(); }
     first = false; finished = states;
   }
   async function goOn() {
