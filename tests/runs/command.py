@@ -60,8 +60,13 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill_gang(launcher: int, run_dir: Path, gang: str) -> None:
-    """Kill the one process of a gang that has one."""
-    (victim,) = [one for one in descendants(launcher) if gang_of(one.pid, run_dir) == gang]
+    """Kill the one process of a gang that has one, once it is there: it may just have been killed."""
+
+    def find() -> list[psutil.Process]:
+        return [one for one in descendants(launcher) if gang_of(one.pid, run_dir) == gang]
+
+    wait_until(lambda: bool(find()), f"a process of {gang}")
+    (victim,) = find()
     kill(victim)
 
 

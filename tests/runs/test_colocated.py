@@ -74,7 +74,7 @@ def test_rows_that_a_storage_unit_took_with_it_are_generated_in_the_rollouts_tur
     """The actor may wait for them in the middle of a step: then it sleeps with its gradients."""
     bound = 0 if mode == "periodic" else 1
     with command.started(
-        "--run-dir", "run", "--steps", "12", "--roles", "rollout+actor:2", "--set", f"schedule.mode={mode}",
+        "--run-dir", "run", "--steps", "24", "--roles", "rollout+actor:2", "--set", f"schedule.mode={mode}",
         "--set", f"schedule.max_staleness={bound}", "--set", "algorithm.kl_coef=0", "--set", "checkpoint.interval=0",
         cwd=tmp_path,
     ) as process:  # fmt: skip
@@ -84,7 +84,7 @@ def test_rows_that_a_storage_unit_took_with_it_are_generated_in_the_rollouts_tur
             )
             command.kill_gang(process.pid, tmp_path / "run", "storage-0")
         assert process.wait(command.DEADLINE_S) == 0, process.communicate()
-    command.check_ledger(tmp_path / "run", groups_per_step=32, last=12)
+    command.check_ledger(tmp_path / "run", groups_per_step=32, last=24)
 
 
 def test_rollouts_that_wait_for_tools_give_the_devices_away(tmp_path: Path) -> None:
