@@ -65,7 +65,7 @@ from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint, newest_model
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import RestartBudget, RestartLog, Supervisor
-from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS, WEIGHTS
+from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -223,12 +223,17 @@ def run_job(
     return finish.code
 
 
+def _trains(job: Job) -> bool:
+    """Return whether there is a run to resume; `asyncflow evaluate` has evaluators alone."""
+    return any(gang.role not in OBSERVERS for gang in job.gangs)
+
+
 def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job) -> list[str]:
     return final_lines(
         finish.code,
         finish.message,
         step=progress.last_finished_step,
-        last_step=job.last_step if job.of_role(WEIGHTS) else 0,
+        last_step=job.last_step if _trains(job) else 0,
         elapsed_s=job.clock.now() - job.started_at,
         run_dir=run_dir,
         resumable=has_checkpoint(run_dir),
@@ -393,7 +398,7 @@ class _Run:
         is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
         finish = self._apply_instructions(self._supervisor.handle(event))
         if finish is None and event == StopRequested(1) and is_first:
-            saves = ": saving the last completed step" if self._job.of_role(WEIGHTS) else ""
+            saves = ": saving the last completed step" if _trains(self._job) else ""
             self._progress.show_note(f"stopping{saves} (Ctrl-C again: at once)")
         return finish
 

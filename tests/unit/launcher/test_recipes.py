@@ -66,12 +66,8 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
         settings["data.path"] = data
     if "model" in recipe.get("reward", {}):
         settings["reward.model.path"] = _reward_model(tiny_qwen, tmp_path / "reward")
-    held_out = recipe.get("evaluate", {})
-    if held_out and "source" not in held_out:
-        named = [f"evaluate.sets.{one}" for one in held_out.get("sets", ())] or ["evaluate"]
-        settings |= {f"{one}.path": data for one in named}
-        settings |= {f"{one}.split": "null" for one in named if "sets" in held_out}  # a file has none
-        settings["roles.evaluate"] = 1
+    if "evaluate" in recipe and "source" not in recipe["evaluate"]:
+        settings["evaluate.path"] = data
     if "weights_dir" in recipe.get("openai", {}):
         settings["openai.weights_dir"] = tmp_path / "served"
     if "renderer" in recipe.get("model", {}):  # which knows the words of the recipe's own model alone
@@ -79,6 +75,36 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     result = CliRunner().invoke(launch, [name, *own, "--run-dir", str(tmp_path / "run"), "--dry-run"])
     assert result.exit_code == 0, result.output
+
+
+def test_evaluations_that_recipes_suggest_are_accepted(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their comments: what these name is fetched when it is read."""
+    monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
+    monkeypatch.setattr("launcher.checks.models.ACCELERATED", ())
+    if importlib.util.find_spec("math_verify") is None:
+        pytest.skip("needs math-verify: pip install -e '.[math]'")
+    found = 0
+    for name, path in packaged_recipes().items():
+        commented = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# ")]
+        begins = [place for place, line in enumerate(commented) if line.startswith("evaluate:")]
+        if not begins:
+            continue
+        found += 1
+        section = yaml.safe_load("\n".join(commented[begins[0] :]))["evaluate"]
+        recipe = yaml.safe_load(path.read_text())
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text(json.dumps({recipe["data"]["prompt_field"]: "1+2=", "answer": "3"}) + "\n")
+        for one in (section, *section.get("sets", {}).values()):
+            one.pop("split", None)
+            one |= {"path": str(data)} if "path" in one else {}
+        settings = {"model.path": tiny_qwen, "launcher.device": "cpu", "data.path": data, "roles.evaluate": 1}
+        settings["evaluate"] = json.dumps(section)
+        own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+        result = CliRunner().invoke(launch, [name, *own, "--run-dir", str(tmp_path / "run"), "--dry-run"])
+        assert result.exit_code == 0, result.output
+    assert found == 3
 
 
 def _reward_model(policy: Path, path: Path) -> Path:
