@@ -50,7 +50,7 @@ def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[
         engine.export_hf(out / "export", out / "saved")
     if isinstance(engine, RankedExportEngine):
         share = ExportShare(dist.get_rank(), dist.get_world_size())
-        assert engine.export_share(out / "shared", out / "saved", share), "nobody stopped it"
+        assert engine.export_share(out / "shared", out / "saved", share), "it was told to stop"
     dist.barrier()
     return results
 

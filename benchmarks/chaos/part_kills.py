@@ -1,8 +1,8 @@
 """`kills skipped twice accuracy`: random SIGKILLs over all processes of a quickstart run, the launcher's too.
 
 A run with every role that the quickstart can have, two storage units, two controllers, weight agent, fork server,
-launcher. Between two kills the run finishes a step, or, three times in ten, nobody
-waits for that: then the next process dies while others are being started again, restored, or saved. Whenever the
+launcher. Between two kills the run finishes a step. Three times in ten the next kill does not wait for that, and hits
+while other processes start again, restore, or save. Whenever the
 launcher is gone it is started with `--resume latest`, as a user's loop around the command would. A run with the same
 seed that is left alone is made first.
 

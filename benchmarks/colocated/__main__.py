@@ -5,7 +5,7 @@
 
     separate   colocated_vs_separate_max_abs    the parameters of a colocated run minus those of a separated one
     turns      turn_overhead                    time that passing the turn takes, without copies, as a share of a step
-    kills      kills skipped twice              kill -9 of whoever has the devices, and of whoever sleeps
+    kills      kills skipped twice              kill -9 of the role that has the devices, and of the sleeper
     memory     colocated_resident_x swap_vs_memcpy vllm_order_refusals     what sleeping engines keep, and how fast
     ideal      colocated_of_ideal separated_of_ideal separated_x           `sim` engines against what is possible
 

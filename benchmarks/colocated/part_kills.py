@@ -1,4 +1,4 @@
-"""`kills skipped twice`: kill -9 of whoever has the devices, and of whoever sleeps, at random moments.
+"""`kills skipped twice`: kill -9 at random moments, of the role that has the devices and of the one that sleeps.
 
 A quickstart run in mode `async`, 2 ranks of each role. The status of the launcher says who has the devices. Half of the
 kills hit a holder, half a sleeper; between two kills the run finishes a step.

@@ -174,8 +174,6 @@ def ls_command(directory: Path, *, as_json: bool) -> None:
     killed.
     """
     with errors_as_exits():
-        import json
-
         from launcher.run.several_runs import list_runs, list_text
 
         runs = list_runs(directory)
@@ -475,7 +473,7 @@ def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> Non
     """Show runs on a local page, live or finished.
 
     Use it to watch a run, or to compare some. Curves, idle time, conversations, logs and failures; several runs over
-    each other. Only this host answers, and only to who knows the address. RUN: the newest run by default.
+    each other. Only this host answers, and only with the token in the address. RUN: the newest run by default.
     """
     with errors_as_exits():
         from asyncflow.extras import check_installed
@@ -495,8 +493,8 @@ def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> Non
 def prometheus_command(run_dirs: tuple[Path, ...], *, host: str, port: int) -> None:
     """Serve the figures of runs for Prometheus.
 
-    Use it when you watch machines with Grafana; it prints where the dashboard's file is. Whoever reaches the port can
-    read the figures, but no text of a run. RUN: the newest run by default.
+    Use it when you watch machines with Grafana; it prints where the dashboard's file is. Anyone who reaches the port
+    can read the figures, but no text of a run. RUN: the newest run by default.
     """
     with errors_as_exits():
         from asyncflow.extras import check_installed
@@ -569,8 +567,6 @@ def trace_command(run_dir: Path, row: int, *, as_json: bool) -> None:
     prints it. The first call on a long run builds an index (trace/index.sqlite), later ones take what is new.
     """
     with errors_as_exits():
-        import json
-
         from launcher.view.row_trace import RowTrace
 
         found = RowTrace.read(run_dir, row)

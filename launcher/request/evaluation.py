@@ -126,10 +126,11 @@ def _find_model(model: str) -> tuple[str, Path | None]:
     path = Path(model).expanduser()
     if not path.is_dir():
         return model, None  # a name on the Hub, or a mistake that loading the configuration names
-    if not (is_checkpoint(path) or (path / CONFIG_FILE).is_file()):
-        return str(path.resolve()), None
-    if not is_checkpoint(path) and not has_checkpoint(path):
-        raise ConfigError(f"MODEL: {path} has no checkpoint yet; name a run that has one, or a model")
+    if not is_checkpoint(path):
+        if not (path / CONFIG_FILE).is_file():
+            return str(path.resolve()), None
+        if not has_checkpoint(path):
+            raise ConfigError(f"MODEL: {path} has no checkpoint yet; name a run that has one, or a model")
     checkpoint = find_checkpoint(str(path), None)
     if not (checkpoint.path / HF).is_dir():
         raise ConfigError(f"{checkpoint.path} has no {HF}/ yet; make it: asyncflow export {checkpoint.run_dir}")

@@ -291,17 +291,15 @@ class RowTrace:
     def as_dict(self) -> Fields:
         return {name: value if name == "row" else list(value) for name, value in vars(self).items()}
 
-    def gaps(self) -> list[float]:
-        """Return the generating engine's log-probabilities minus the trainer's, for the tokens that have both; those of
-        the sample that was trained."""
+    def gaps(self) -> list[float | None]:
+        """Return `log_prob_gaps` of the sample that was trained; []: it is not known."""
         if not self.trained or not self.samples or not self.computed:
             return []
         last = self.trained[-1]
         mine = [line for line in self.computed if (line["lineage"], line["step"]) == (last["lineage"], last["step"])]
         if not mine:
             return []
-        pairs = zip(self.samples[-1].get("log_probs") or (), mine[-1]["log_probs"], strict=False)
-        return [drew - computed for drew, computed in pairs if drew is not None and computed is not None]
+        return log_prob_gaps(self.samples[-1].get("log_probs") or (), mine[-1]["log_probs"])
 
     def as_text(self) -> str:
         """Return lines of at most 80 columns, but for texts of the row."""
@@ -332,17 +330,23 @@ class RowTrace:
         return "\n".join(lines)
 
     def _gap_lines(self) -> list[str]:
-        gaps = self.gaps()
+        gaps = {place: gap for place, gap in enumerate(self.gaps()) if gap is not None}
         if not gaps:
             return []
-        worst = max(range(len(gaps)), key=lambda place: abs(gaps[place]))
-        mean = sum(map(abs, gaps)) / len(gaps)
+        worst = max(gaps, key=lambda place: abs(gaps[place]))
+        mean = sum(map(abs, gaps.values())) / len(gaps)
         tokens = self.samples[-1].get("tokens") or ()
         said = f" ({plain(tokens[worst])!r:.40})" if worst < len(tokens) else ""
         return [
             f"  log-probabilities, engine minus trainer, of {len(gaps)} tokens: mean |gap| {mean:.4f},",
             f"    largest {gaps[worst]:+.4f} at token {worst}{said}",
         ]
+
+
+def log_prob_gaps(drawn: Sequence[Any], computed: Sequence[Any]) -> list[float | None]:
+    """Return the generating engine's log-probability minus the trainer's, token by token (nats); None: one has none."""
+    pairs = zip(drawn, computed, strict=False)
+    return [a - b if isinstance(a, float) and isinstance(b, float) else None for a, b in pairs]
 
 
 def _sample_lines(sample: Fields) -> list[str]:

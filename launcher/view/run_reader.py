@@ -52,7 +52,7 @@ from launcher.run.rundir import read_plan
 from launcher.run.several_runs import LogFile, end_state
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
-from launcher.view.row_trace import RowTrace
+from launcher.view.row_trace import RowTrace, log_prob_gaps
 
 Fields = dict[str, Any]
 
@@ -322,8 +322,7 @@ class SampleIndex(_LineIndex):
         again = [line for line in self.lines_of(index) if line["file"].startswith("rollout")]
         if len(again) != 1:
             return {}
-        pairs = zip(drawn, computed[0], strict=False)
-        return {"gaps": [round(a - b, 4) if isinstance(a, float) and isinstance(b, float) else None for a, b in pairs]}
+        return {"gaps": [gap and round(gap, 4) for gap in log_prob_gaps(drawn, computed[0])]}
 
 
 def _is_inside(path: Path, run_dir: Path) -> bool:

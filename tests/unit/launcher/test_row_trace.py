@@ -77,6 +77,17 @@ def test_a_kept_row_is_followed_from_its_leases_to_its_step(run_dir: Path) -> No
     assert json.loads(shown.output)["trained"] == [trained(3, 6, 7)]
 
 
+def test_the_largest_gap_is_named_by_its_token_where_others_have_no_number(run_dir: Path) -> None:
+    found = RowTrace(
+        7,
+        samples=[{"log_probs": [None, -1.0, -2.0], "tokens": ["a", "b", "c"]}],
+        computed=[{"lineage": 0, "step": 1, "log_probs": [-1.0, -1.25, -4.0]}],
+        trained=[{"lineage": 0, "step": 1}],
+    )
+    assert found.gaps() == [None, 0.25, 2.0]
+    assert found._gap_lines()[1] == "    largest +2.0000 at token 2 ('c')"
+
+
 def test_a_row_that_is_not_kept_has_its_ledger_and_an_unknown_one_is_refused(run_dir: Path) -> None:
     found = RowTrace.read(run_dir, 11)
     assert [line["step"] for line in found.trained] == [5] and not found.samples
