@@ -124,7 +124,7 @@ def initial_a(name: str, shape: Shape, lora: LoraConfig, *, seed: int) -> "Tenso
 
 def peft_config(lora: LoraConfig, targets: Iterable[str], *, base: str) -> dict[str, Any]:
     """Return `adapter_config.json`; `base` is what it says of the model that the adapter belongs to."""
-    alpha = lora.rank if lora.alpha is None else lora.alpha
+    alpha = lora.alpha_or_rank
     named = {module.rpartition(".")[2] for module in targets} if lora.targets == ALL_LINEAR else lora.targets
     return {
         "base_model_name_or_path": base,
@@ -173,10 +173,9 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{given} cannot be read as an adapter ({error}); name peft's directory of one") from error
     _check_plain(config, given)
-    alpha = lora.rank if lora.alpha is None else lora.alpha
     for key, name, own in (
         ("r", "rank", lora.rank),
-        ("lora_alpha", "alpha", alpha),
+        ("lora_alpha", "alpha", lora.alpha_or_rank),
         ("use_rslora", "use_rslora", lora.use_rslora),
     ):
         theirs = config.get(key, False)

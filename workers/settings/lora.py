@@ -81,7 +81,11 @@ class LoraConfig(Settings):
         return given
 
     @property
+    def alpha_or_rank(self) -> float:
+        """`alpha`; where it is null, the rank."""
+        return self.rank if self.alpha is None else self.alpha
+
+    @property
     def scaling(self) -> float:
         """Factor of B A in the adapted weight."""
-        alpha = self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return self.alpha_or_rank / (math.sqrt(self.rank) if self.use_rslora else self.rank)
