@@ -401,14 +401,18 @@ def load_config(
     roles: str | None = None,
     steps: int | None = None,
     called: str | None = None,
+    evaluates: bool = False,
 ) -> RunConfig:
     """Read, override, check and resolve a configuration: canonical role names, absolute paths.
+
+    Held-out prompts may be missing and are not fetched if nothing evaluates.
 
     Args:
         overrides: `a.b=value`, each value parsed as YAML; later ones win.
         roles: `rollout:8,actor:4`; replaces the file's `roles` entirely.
         steps: number of the last step.
         called: what errors call the settings if `source` is not a user's file.
+        evaluates: nothing is trained, so that the model and the held-out prompts alone are used.
 
     Raises:
         ConfigError: one line with field, value and what to do.
@@ -440,19 +444,25 @@ def load_config(
     users = [task.own_role for task in config.tasks]
     generates = not config.algorithm.is_supervised
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, users, generates=generates)}
+    used = {"model", "evaluate"} if evaluates else {*_PATHS} - {"evaluate"} | {*resolved["roles"]}
     for name in _PATHS:
-        resolved[name] = _located(getattr(config, name), name, source, options)
+        resolved[name] = _located(getattr(config, name), name, source, options, used=name in used)
     data: DataConfig = resolved["data"]
-    parts = (_located(one, f"data.mixture.{k}", source, options) for k, one in enumerate(data.mixture))
+    parts = (
+        _located(one, f"data.mixture.{k}", source, options, used="data" in used) for k, one in enumerate(data.mixture)
+    )
     resolved["data"] = data.model_copy(update={"mixture": tuple(parts)})
     held_out: EvaluateConfig = resolved["evaluate"]
-    sets = {name: _located(one, f"evaluate.sets.{name}", source, options) for name, one in held_out.sets.items()}
+    sets = {
+        name: _located(one, f"evaluate.sets.{name}", source, options, used="evaluate" in used)
+        for name, one in held_out.sets.items()
+    }
     resolved["evaluate"] = held_out.model_copy(update={"sets": sets})
     model = config.reward.model
     if model is not None:
-        located = _located(model, "reward.model", source, options)
+        located = _located(model, "reward.model", source, options, used=True)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
-    if config.lora is not None and config.lora.path is not None:
+    if config.lora is not None and config.lora.path is not None and not evaluates:
         path = _absolute(config.lora.path, "lora.path", source, given={"lora", "lora.path"} & options.keys() != set())
         if path is None:
             raise ConfigError(f"lora.path: {config.lora.path!r} does not exist; name the directory of an adapter")
@@ -643,20 +653,22 @@ def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[s
             raise ConfigError(f"{name}: {resolved} is not finite{where}; give a finite number")
 
 
-def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) -> Any:
-    """Return a section whose `path`, if any, is absolute; a path from an option starts at the working directory."""
+def _located(section: Any, name: str, source: Path, options: Mapping[str, str], *, used: bool) -> Any:
+    """Return a section whose `path`, if any, is absolute; a path from an option starts at the working directory. What
+    nothing uses stays as it is written if it is not here."""
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
+    if not used:
+        found = next((one for one in _places(section.path, f"{name}.path", source, given=given) if one.exists()), None)
+        return section if found is None else section.model_copy(update={"path": str(found)})
     path = _absolute(section.path, f"{name}.path", source, given=given)
     return (located_data if isinstance(section, HubPart) else located_model)(section, path, key=name)
 
 
 def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None:
     """Return the first place that exists; None: it may be a name on the Hub."""
-    # A path in the file is meant relative to the file; one from --set relative to the working directory.
-    places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
-    candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
+    candidates = _places(text, name, source, given=given)
     for candidate in candidates:
         if candidate.exists():
             return candidate
@@ -665,6 +677,12 @@ def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None
     if not hint and (is_hub_name(text) or snapshot_of(text)):
         return None
     raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")
+
+
+def _places(text: str, name: str, source: Path, *, given: bool) -> list[Path]:
+    # A path in the file is meant relative to the file; one from --set relative to the working directory.
+    places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
+    return list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
 
 
 def _where_from(source: Path) -> str:

@@ -96,7 +96,7 @@ def accept_evaluation(
     if config is None and run is None:
         raise ConfigError(f"CONFIG: is missing, and {model} is not a run that has one; name a YAML file or a recipe")
     source = find_recipe(config) if config is not None or run is None else run / CONFIG_FILE
-    loaded = load_config(source, overrides=(*overrides, f"model.path={found}"))
+    loaded = load_config(source, overrides=(*overrides, f"model.path={found}"), evaluates=True)
     # The weights are whole, and nothing follows them.
     own = loaded.model_copy(update={"roles": {ROLE: ranks}, "lora": None, "name": f"evaluate-{loaded.name}"})
     search_beside(own.code_directory)

@@ -111,7 +111,9 @@ def test_directories_become_files_of_rows(
     for name, answer in (("train", 2), ("test", 3)):
         (folder / f"{name}.csv").write_text(f"prompt,answer,level\n1+1=,{answer},7\n")
     mixture = [{"path": "sums", "split": "test", "weight": 3}, {"path": data_file.name}]
-    config = load_config(write_config(data={"path": None, "mixture": mixture}, evaluate={"path": "sums"}))
+    roles = {"rollout": 1, "actor": 1, "evaluate": 1}
+    source = write_config(data={"path": None, "mixture": mixture}, evaluate={"path": "sums"}, roles=roles)
+    config = load_config(source)
     first, second = config.data.mixture
     assert json.loads(Path(first.path).read_text()) == {"prompt": "1+1=", "answer": 3, "level": 7}
     assert json.loads(Path(config.evaluate.path or "").read_text())["answer"] == 2
@@ -120,4 +122,17 @@ def test_directories_become_files_of_rows(
     assert Path(first.path).parent == cached
     assert Path(first.path).stat().st_mode == data_file.stat().st_mode, "others may read a shared cache"
     assert len(list(cached.iterdir())) == 2, "nothing is left of what was written on the way"
-    assert "Unknown split" in refusal(write_config(), "evaluate.split=nowhere")
+    assert "Unknown split" in refusal(source, "evaluate.split=nowhere")
+
+
+def test_held_out_sets_are_fetched_when_something_evaluates(
+    cache: Path, write_config: WriteConfig, data_file: Path
+) -> None:
+    sets = {"aime": {"path": "nobody/aime", "split": "train"}, "gsm8k": {"path": "gsm8k/absent.jsonl"}}
+    source = write_config(evaluate={"sets": sets}, data={"path": "nobody/none"})
+    asked = load_config(source, overrides=[f"data.path={data_file}"]).evaluate.sets
+    assert [one.path for one in asked.values()] == ["nobody/aime", "gsm8k/absent.jsonl"]
+    why = "evaluate.sets.aime.path: the data set nobody/aime cannot be read"
+    assert refusal(source, f"data.path={data_file}", "roles.evaluate=1").startswith(why)
+    with pytest.raises(ConfigError, match=f"^{why}"):  # and not for the data, on which nothing is trained
+        load_config(source, evaluates=True)

@@ -66,7 +66,7 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
         settings["data.path"] = data
     if "model" in recipe.get("reward", {}):
         settings["reward.model.path"] = _reward_model(tiny_qwen, tmp_path / "reward")
-    if "evaluate" in recipe and "source" not in recipe["evaluate"]:
+    if "evaluate" in recipe["roles"]:
         settings["evaluate.path"] = data
     if "weights_dir" in recipe.get("openai", {}):
         settings["openai.weights_dir"] = tmp_path / "served"
@@ -77,28 +77,26 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     assert result.exit_code == 0, result.output
 
 
-def test_evaluations_that_recipes_suggest_are_accepted(
+def test_evaluations_with_data_that_recipes_do_not_ship_are_accepted(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their comments: what these name is fetched when it is read."""
     monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
     monkeypatch.setattr("launcher.checks.models.ACCELERATED", ())
     if importlib.util.find_spec("math_verify") is None:
         pytest.skip("needs math-verify: pip install -e '.[math]'")
     found = 0
     for name, path in packaged_recipes().items():
-        commented = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# ")]
-        begins = [place for place, line in enumerate(commented) if line.startswith("evaluate:")]
-        if not begins:
+        recipe = yaml.safe_load(path.read_text())
+        section = recipe.get("evaluate", {})
+        asked = [one for one in (section, *section.get("sets", {}).values()) if "path" in one]
+        if not asked or "evaluate" in recipe["roles"] or all((path.parent / one["path"]).exists() for one in asked):
             continue
         found += 1
-        section = yaml.safe_load("\n".join(commented[begins[0] :]))["evaluate"]
-        recipe = yaml.safe_load(path.read_text())
         data = tmp_path / f"{name}.jsonl"
         data.write_text(json.dumps({recipe["data"]["prompt_field"]: "1+2=", "answer": "3"}) + "\n")
-        for one in (section, *section.get("sets", {}).values()):
+        for one in asked:
             one.pop("split", None)
-            one |= {"path": str(data)} if "path" in one else {}
+            one["path"] = str(data)
         settings = {"model.path": tiny_qwen, "launcher.device": "cpu", "data.path": data, "roles.evaluate": 1}
         settings["evaluate"] = json.dumps(section)
         own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
