@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class Gang:
     def _run_agent(self) -> GangExited:
         spec = self.spec
         if self._killed.is_set():
-            return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time())
+            return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time(), ordered=True)
         self._agent = agent = GangAgent(
             WorkerSpec(
                 role=spec.role,
@@ -204,22 +205,26 @@ class GangAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._server.let_go_on()  # it reports the ends
-        if self._killed.is_set():
+        dead = self._find_dead_ranks()
+        if not dead and self._killed.is_set():  # a rank that a signal ended before that is a cause
             self._kill_all()
+            dead = [replace(one, ordered=True) for one in self._find_dead_ranks()]
+        if dead:
+            self.failure = min(dead, key=GangExited.failure_precedence)
+            self._kill_all()
+            return RunResult(state=WorkerState.FAILED)
+        if any(process.exitcode is None for process in self._processes.values()):
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+
+    def _find_dead_ranks(self) -> list[GangExited]:
         codes = {rank: process.exitcode for rank, process in self._processes.items()}
         dead = [
             self._describe_failure(rank, code)
             for rank, code in codes.items()
             if code is not None and not (code == 0 and self._processes[rank].finished)
         ]
-        dead += self._find_stopped_ranks()
-        if dead:
-            self.failure = min(dead, key=GangExited.failure_precedence)
-            self._kill_all()
-            return RunResult(state=WorkerState.FAILED)
-        if None in codes.values():
-            return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+        return dead + self._find_stopped_ranks()
 
     def _find_stopped_ranks(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""

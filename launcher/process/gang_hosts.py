@@ -7,7 +7,6 @@
 """
 
 import logging
-import signal
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from launcher.process.job_store import JobStoreClient
     from tq.unit.row_journal import JournalMemory
 
-_KILLED = -signal.SIGKILL
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +202,7 @@ class GangParts:
         self._running.discard(node)
         orders: list[KillPart | GangExited] = []
         if part.code != 0:
-            # After a first failure, SIGKILL of a part that was told to die is our own doing, not another failure.
-            if not (self._failures and node in self._killed and part.code == _KILLED):
+            if not (self._failures and part.ordered):
                 self._failures.append(part)
             orders += self.kill()
         return orders if self._running else [self._merge_exits(part)]

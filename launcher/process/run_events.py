@@ -38,6 +38,7 @@ class GangExited:
         at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
         final: another start would fail in the same way.
         deadline: the error is a deadline that passed, so another rank may be stuck.
+        ordered: the launcher ended it, which nothing of its own had.
     """
 
     gang: str
@@ -47,6 +48,7 @@ class GangExited:
     at: float = 0.0
     final: bool = False
     deadline: bool = False
+    ordered: bool = False
 
     def failure_precedence(self) -> tuple[bool, float]:
         """Sort key that puts the cause first: a signal before the errors that peers of the lost rank then raise."""

@@ -153,7 +153,7 @@ def _use(device: torch.device, files: dist.Store, directory: Path) -> dict[str, 
     )  # fmt: skip
     held: Version | None = None
     for version in VERSIONS:
-        receiver.wait_for(version.step, timeout_s=60)
+        receiver.wait_for(version.step, timeout_s=DEADLINE_S)
         while held is None or held < version:
             held = receiver.load(lambda _: engine.load_held(), newer_than=held, wait_s=30) or held
         counted = engine.tell("report")

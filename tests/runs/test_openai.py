@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tests.support.completions_server import Body, CompletionsServer, stream
+from tests.support.completions_server import Body, CompletionsServer, reply, stream
 
 from . import command
 
@@ -22,7 +22,10 @@ SMALL = (
 
 
 def any_tokens(handler: BaseHTTPRequestHandler, body: Body) -> None:
-    """Draw every token with the same probability, which is what the log-probabilities say."""
+    """Draw every token with the same probability, which is what the log-probabilities say; score no prompt."""
+    if "prompt_logprobs" in body:
+        reply(handler, 400, {"error": {"message": "prompt_logprobs is not supported"}})
+        return
     size = AutoConfig.from_pretrained(MODEL).vocab_size
     draw, tokens = random.Random(body["seed"]), list[int]()
     while len(tokens) < body["max_tokens"] and not set(tokens) & set(body["stop_token_ids"]):

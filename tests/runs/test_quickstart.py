@@ -93,6 +93,7 @@ def test_run_directory_is_complete(quickstart: Path) -> None:
         "logs",
         "timeline",
         "samples",
+        "trace",
         "checkpoints",
         "report.html",
         "end.json",

@@ -1,9 +1,13 @@
 """How a gang over several nodes ends."""
 
+import os
 import signal
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from asyncflow.job import GangSpec
 from launcher.process.gang import GangAgent
@@ -31,17 +35,20 @@ def test_first_failure_kills_the_other_parts_and_is_the_reason() -> None:
     parts = GangParts(ACTOR)
     cause = GangExited("actor", 1, "ValueError: no", rank=3, at=5.0, final=True)
     assert parts.part_exited(1, cause) == [KillPart(0), KillPart(2)]
-    assert parts.part_exited(0, GangExited("actor", KILLED, "ended by SIGKILL", rank=0, at=5.1)) == []
-    assert parts.part_exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
+    assert parts.part_exited(0, GangExited("actor", KILLED, "ended by SIGKILL", rank=0, at=5.1, ordered=True)) == []
+    last = GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2, ordered=True)
+    assert parts.part_exited(2, last) == [cause]
 
 
-def test_signal_that_nobody_here_sent_comes_before_what_it_led_to() -> None:
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_signal_that_nobody_here_sent_comes_before_what_it_led_to(number: signal.Signals) -> None:
     parts = GangParts(ACTOR)
     lost_peer = GangExited("actor", 1, "RuntimeError: connection reset", rank=0, at=5.0)
     assert parts.part_exited(0, lost_peer) == [KillPart(1), KillPart(2)]
-    cause = GangExited("actor", -signal.SIGSEGV, "ended by SIGSEGV", rank=2, at=5.1)
-    assert parts.part_exited(1, cause) == []
-    assert parts.part_exited(2, GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2)) == [cause]
+    cause = GangExited("actor", -number, f"ended by {number.name}", rank=2, at=5.1)
+    assert parts.part_exited(1, cause) == []  # though it was told to end
+    last = GangExited("actor", KILLED, "ended by SIGKILL", rank=4, at=5.2, ordered=True)
+    assert parts.part_exited(2, last) == [cause]
 
 
 def test_deadline_of_any_part_is_worth_the_stacks_of_all() -> None:
@@ -101,7 +108,7 @@ def test_all_hosts_are_one_host_to_the_launcher() -> None:
     ]
     for node in (0, 2):
         assert ended == []
-        everywhere.part_exited(node, GangExited("actor", KILLED, at=6.0))
+        everywhere.part_exited(node, GangExited("actor", KILLED, at=6.0, ordered=True))
     assert ended == [cause]
     everywhere.start(ACTOR, 1)
     everywhere.dump_stacks()
@@ -124,3 +131,27 @@ def test_ranks_are_killed_whatever_the_agent_asks_for(asked: dict[str, int]) -> 
     agent._processes = {0: Process(), 1: Process()}
     agent._shutdown(signal.SIGTERM, **asked)
     assert ends == ["kill", "kill", "join", "join"]
+
+
+@pytest.mark.parametrize("died_before", [True, False])
+def test_a_part_says_whether_its_ranks_died_before_it_was_told_to_end_them(died_before: bool) -> None:
+    class Process:
+        finished, pid, exitcode = False, os.getpid(), None
+
+        def kill(self) -> None:
+            self.exitcode = self.exitcode or KILLED
+
+        def join(self, timeout_s: float) -> None:
+            pass
+
+    agent: Any = GangAgent.__new__(GangAgent)
+    agent._server = SimpleNamespace(let_go_on=lambda: None, has_died=lambda: False)
+    agent._files = SimpleNamespace(gang=ACTOR, read_failure=lambda rank, code: None)
+    agent._processes, agent._stopped_since, agent._killed = {2: Process(), 3: Process()}, {}, threading.Event()
+    assert agent._monitor_workers(None).state is WorkerState.HEALTHY
+    if died_before:
+        agent._processes[3].exitcode = KILLED
+    agent._killed.set()
+    assert agent._monitor_workers(None).state is WorkerState.FAILED
+    assert (agent.failure.rank, agent.failure.ordered) == ((3, False) if died_before else (2, True))
+    assert agent._processes[2].exitcode == KILLED
