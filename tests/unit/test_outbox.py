@@ -389,7 +389,7 @@ def test_a_group_that_leaves_takes_no_other_groups_rollouts_with_it(scorer: Gate
 def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
     model_dir: Path, samples: SampleLog, tmp_path: Path
 ) -> None:
-    """One reward is the last turn's; a rollout that drew nothing has one turn; a failed reward is NaN in all of them."""
+    """One reward is the last turn's; a rollout that drew nothing has one turn; a failed reward is NaN in all turns."""
     client, scorer = Queue(), Scorer(RewardConfig(function="exact"), load_tokenizer(model_dir), has_parts=True)
     one = lease(client, 5, 6, 7, 8)
     request = RolloutRequest(12, 12, 0, torch.tensor([7]))
@@ -412,7 +412,8 @@ def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
     assert rewards[:3] == [[0.25, 1.0], [0.0, 0.5], [0.0]] and all(map(math.isnan, rewards[3]))
     assert columns["turn_ids"].values.dtype == torch.int32 and columns["rewards"].values[0] == 1.25
     assert columns["reward_parts"].objects()[0] == {"turn_1": 0.25, "turn_2": 1.0}
-    lines = [json.loads(line) for line in (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()]
+    written = (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()
+    lines = list(map(json.loads, written))
     assert [line.get("turn_rewards") for line in lines] == [[0.25, 1.0], None, None, None]
     assert lines[0]["reward"] == 1.25
     scorer.close()

@@ -64,7 +64,7 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     if config.credits_turns and not vars(defines).get("credits_turns"):
         raise ConfigError(
             f"algorithm.credit: turn cannot be used with {name}, whose class {defines.__name__} computes advantages "
-            f"and does not say `credits_turns = True`; leave credit out, or have the class read turn_ids and turn_rewards"
+            f"and does not say `credits_turns = True`; leave credit out, or have it read turn_ids and turn_rewards"
         )
     inputs: object = config.advantage_inputs
     if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):

@@ -382,7 +382,7 @@ def test_a_dict_is_a_reward_with_named_parts_and_what_is_no_number_is_none(value
 def test_a_function_may_reward_each_turn_by_what_the_policy_read_and_said(module: Path, load: Load) -> None:
     module.write_text(
         "def each(turns):\n    return [len(turn) / 4 - (turn[-1]['content'] == 'no') for turn in turns]\n"
-        "def scored(response, turns):\n    return {'score': [1.0] * len(turns), 'correct': False, 'calls': len(turns)}\n"
+        "def scored(turns):\n    return {'score': [1.0] * len(turns), 'correct': False, 'calls': len(turns)}\n"
         "def few(response):\n    return [0.5]\n"
     )
     turns = [[{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "no"}], [{"content": "42"}]]
