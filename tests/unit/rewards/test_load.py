@@ -146,6 +146,7 @@ def test_parameters_that_are_not_known_are_refused_with_those_that_are(
                 "response": "r",
                 "more": {
                     "prompt": "p", "ground_truth": "g", "task": {"level": 3}, "num_tokens": 2, "truncated": True,
+                    "turns": [[{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]],
                 },
             },
         ),
@@ -159,7 +160,7 @@ def test_parameters_that_are_not_known_are_refused_with_those_that_are(
 def test_values_are_bound_by_name(module: Path, head: str, signature: str, said: object) -> None:
     module.write_text(f"{head} f{signature}: return locals()\n")
     callee = user_reward("my_rewards:f")
-    value = callee.function(*callee.takes(("p", "r", "g", '{"level": 3}', 2, True, b"")))
+    value = callee.function(*callee.takes(("p", "r", "g", '{"level": 3}', 2, True, b"", [])))
     assert (asyncio.run(value) if inspect.iscoroutine(value) else value) == said
 
 
