@@ -318,7 +318,9 @@ def turn_places(batch: PackedBatch) -> Tensor:
     else:
         most = int(column.values.max()) + 1 if len(column.values) else 0
         turns_N = torch.full((len(column),), most)
-    return column.values.long() + (turns_N.cumsum(0) - turns_N).repeat_interleave(column.lengths.long())
+    turn_A, length_N = column.values.long(), column.lengths.long()
+    assert (turn_A < turns_N.repeat_interleave(length_N)).all(), "a turn has no reward: it would get the next row's"
+    return turn_A + (turns_N.cumsum(0) - turns_N).repeat_interleave(length_N)
 
 
 def turn_token_rewards(batch: PackedBatch, order_A: Tensor) -> Tensor:
