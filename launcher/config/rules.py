@@ -120,6 +120,13 @@ def _num_processes(run: RunConfig) -> int:
     return ranks + run.tq.num_storage_units + run.tq.num_controllers
 
 
+def _of_turns(run: RunConfig) -> str:
+    """Return the setting that needs rollouts of several turns, or ""."""
+    if run.algorithm.credits_turns:
+        return "credit"
+    return "gae_timestep_unit" if getattr(run.algorithm, "gae_timestep_unit", "token") == "turn" else ""
+
+
 def _cannot_sleep(run: RunConfig) -> str:
     """Return a built-in engine that cannot sleep; users' own are asked when they are loaded."""
     return "rollout.engine: openai" if run.is_colocated and run.rollout.engine == "openai" else ""
@@ -327,6 +334,10 @@ AT_START: Rules = {
     "samples; set it to the tokens that fit a forward-backward": lambda run: (
         run.rollout.is_own and run.actor.engine != "sim" and _role_without_budget(run)
     ),
+    "algorithm.{found}: turn is for rollouts of several turns, and this run draws one response to each prompt; leave "
+    "it out, or set rollout.function (docs/agents.md)": lambda run: not run.rollout.is_own and _of_turns(run),
+    "algorithm.credit: turn cannot be used with reward.group_function, which gives each rollout one reward; remove one "
+    "of them": lambda run: run.algorithm.credits_turns and run.reward.group_function is not None,
     "roles: 'reward' cannot be used with {rollout.own_setting}, whose rollouts are scored where they are made; leave "
     "the role out": lambda run: run.rollout.is_own and "reward" in run.roles,
 }

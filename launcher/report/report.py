@@ -156,9 +156,17 @@ def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from (line for _, line in LineReader(path).read_lines().lines)
 
 
+def reward_text(line: Mapping[str, Any]) -> str:
+    """Return a sample's reward, and those of its turns if it has several."""
+    if line.get("reward") is None:
+        return "no reward"
+    turns = line.get("turn_rewards") or ()
+    return f"reward {line['reward']:g}" + (f" (turns: {', '.join(f'{each:g}' for each in turns)})" if turns else "")
+
+
 def _text(line: dict[str, Any]) -> str:
     """Return a rollout: its conversations and their tokens, with those that are trained in guillemets."""
-    reward = "no reward" if line["reward"] is None else f"reward {line['reward']:g}"
+    reward = reward_text(line)
     versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
     cut = ", truncated" if line["truncated"] else ""
     tokens = f"{line['response_tokens']} tokens ({versions}){cut}"

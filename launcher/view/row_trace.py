@@ -26,6 +26,7 @@ from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
+from launcher.report.report import reward_text
 from launcher.run.several_runs import check_runs
 
 Fields = dict[str, Any]
@@ -350,7 +351,7 @@ def log_prob_gaps(drawn: Sequence[Any], computed: Sequence[Any]) -> list[float |
 
 
 def _sample_lines(sample: Fields) -> list[str]:
-    reward = "no reward" if sample.get("reward") is None else f"reward {sample['reward']:g}"
+    reward = reward_text(sample)
     cut = ", truncated" if sample.get("truncated") else ""
     lines = [
         f"  drawn by {sample['worker']} for step {sample['step']}: {sample['response_tokens']} tokens, {reward}{cut}"

@@ -63,6 +63,14 @@ def test_task_that_is_new_has_written_nothing() -> None:
     assert usable(config(), before=config(tasks=[])) == EVERYTHING - {"loss_weights"}
 
 
+def test_rollouts_that_were_saved_without_their_turns_rewards_are_made_again() -> None:
+    own: dict[str, Any] = {"rollout": {"function": "tools"}, "tasks": []}
+    turns = config(**own, algorithm={"credit": "turn"})
+    assert usable(turns, before=config(**own)) == PROMPT | {"tasks"}
+    kept = PROMPT | RESPONSE | REWARD | REFERENCE | {"tasks", "reward_parts", "advantages", "turn_ids", "turn_rewards"}
+    assert usable(turns, before=turns) == kept
+
+
 def test_log_probabilities_under_the_newest_weights_are_computed_again() -> None:
     updates = config(actor={"num_mini_batches": 2}, algorithm={"off_policy": {"method": "decoupled"}})
     assert "old_log_probs" not in usable(updates, before=updates)

@@ -28,7 +28,7 @@ from workers.rewards.load_reward import exact_reward
 from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import single_turn
-from workers.rows.finished import FinishedRollout
+from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 30
@@ -384,3 +384,36 @@ def test_a_group_that_leaves_takes_no_other_groups_rollouts_with_it(scorer: Gate
     outbox.close(stop=threading.Event())
     assert sorted(row for put, _ in client.puts for row in put) == [12, 13]
     assert sorted(row for filtered in client.filtered for row in filtered) == [10, 11]
+
+
+def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
+    model_dir: Path, samples: SampleLog, tmp_path: Path
+) -> None:
+    """One reward is the last turn's; a rollout that drew nothing has one turn; a failed reward is NaN in all turns."""
+    client, scorer = Queue(), Scorer(RewardConfig(function="exact"), load_tokenizer(model_dir), has_parts=True)
+    one = lease(client, 5, 6, 7, 8)
+    request = RolloutRequest(12, 12, 0, torch.tensor([7]))
+    of_two: dict[str, Any] = {"turn_ids_A": torch.tensor([0, 1], dtype=torch.int32), "num_trained_turns": 2}
+    made = [
+        replace(rolled(one, response(10)), **of_two, reward=1.25, turn_rewards=[0.25, 1.0], response="x"),
+        replace(rolled(one, response(11)), **of_two, reward=0.5, response="x"),
+        FinishedRollout.without_tokens(request, reward=0.0),
+        replace(rolled(one, response(13)), **of_two, reward=math.nan, response="x"),
+    ]
+    outputs = ("rewards", "turn_ids", "turn_rewards")
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=4, outputs=outputs)
+    for rollout in made:
+        outbox.add_rollout(one, rollout)
+    outbox.close(stop=threading.Event())
+    ((rows, columns),) = client.puts
+    assert rows == [10, 11, 12, 13]
+    assert [row.tolist() for row in columns["turn_ids"].rows()] == [[0, 1], [0, 1], [], [0, 1]]
+    rewards = [row.tolist() for row in columns["turn_rewards"].rows()]
+    assert rewards[:3] == [[0.25, 1.0], [0.0, 0.5], [0.0]] and all(map(math.isnan, rewards[3]))
+    assert columns["turn_ids"].values.dtype == torch.int32 and columns["rewards"].values[0] == 1.25
+    assert columns["reward_parts"].objects()[0] == {"turn_1": 0.25, "turn_2": 1.0}
+    written = (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()
+    lines = list(map(json.loads, written))
+    assert [line.get("turn_rewards") for line in lines] == [[0.25, 1.0], None, None, None]
+    assert lines[0]["reward"] == 1.25
+    scorer.close()

@@ -176,14 +176,15 @@ class Sample:
 
     Attributes:
         node, attempt_id: that piece, drawn in one attempt at the rollout.
-        reward: of the whole rollout; None: `reward.function` scores the last reply.
+        reward: of the whole rollout, or one number per reply of this conversation, in order; None: `reward.function`
+            scores the last reply.
         metrics: numbers by name.
         earlier: earlier pieces of the conversation; those whose tokens the last one does not continue are trained on as
             separate samples.
     """
 
     node: int
-    reward: float | None = None
+    reward: float | Sequence[float] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     earlier: tuple[int, ...] = ()
     attempt_id: int = 0
@@ -214,9 +215,16 @@ class Model:
         return await self._policy(ChatRequest([], None, max_tokens, tuple(stop), list(token_ids)))
 
     def sample(
-        self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        reply: Reply | Sequence[Reply],
+        *,
+        reward: float | Sequence[float] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Sample:
-        return Sample(reply.node, reward, metrics or {}, attempt_id=reply.attempt_id)
+        """Return the sample that ends with a reply, or with the last of several. `reward`: of the whole rollout, or one
+        number for each of these replies."""
+        *earlier, last = [reply] if isinstance(reply, Reply) else reply
+        return Sample(last.node, reward, metrics or {}, tuple(each.node for each in earlier), last.attempt_id)
 
 
 class Chat:
@@ -257,9 +265,12 @@ class Chat:
         other._replies = list(self._replies)
         return other
 
-    def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
+    def sample(
+        self, reward: float | Sequence[float] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Sample:
         """Return the sample that ends with the last reply. Earlier replies whose tokens it does not continue become
-        separate samples. Raises UserCodeFailed if there is no reply yet."""
+        separate samples. `reward`: of the whole rollout, or one number for each reply, in order. Raises UserCodeFailed
+        if there is no reply yet."""
         if not self._replies:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
         *earlier, last = self._replies
@@ -380,7 +391,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Observation = str | Sequence[Message]
 """What the policy reads next: the text of a user message, or messages."""
 Step = tuple[Observation, float | None, bool]
-"""(observation, reward, done). Rewards add up, and None counts as no reward; with `done` the observation is ignored."""
+"""(observation, reward, done). The reward is the turn's, and None counts as no reward; with `done` the observation is
+ignored."""
 
 
 def tool(method: Function) -> Function:
@@ -432,24 +444,27 @@ class Environment:
             await _call(context, environment.close)
 
 
-async def _play(environment: Environment, chat: Chat, context: Context) -> float | None:
-    """Return the sum of the rewards, or None if there were none."""
-    total, num_replies, done = None, 0, False
+async def _play(environment: Environment, chat: Chat, context: Context) -> list[float] | None:
+    """Return the reward of each reply, 0 where `step` gave none or tools were called; None if there was none at all."""
+    rewards: list[float | None] = []
+    done = False
     while not done:
         try:
             reply = await chat.reply()
         except BudgetSpent:
-            if not num_replies:
+            if not rewards:
                 raise
             break
-        num_replies += 1
+        rewards.append(None)
         for call in reply.tool_calls:
             chat.add(await context.call(call))
         if not reply.tool_calls:
             observation, reward, done = _checked(await _call(context, environment.step, reply))
             chat.add(*([] if done else _messages(observation)))
-            total = total if reward is None else (total or 0.0) + finite("step's reward", reward)
-    return total
+            rewards[-1] = None if reward is None else finite("step's reward", reward)
+    if all(reward is None for reward in rewards):
+        return None
+    return [reward or 0.0 for reward in rewards]
 
 
 async def _call(context: Context, function: Callable[..., Any], *arguments: Any) -> Any:

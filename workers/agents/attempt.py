@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, UserCodeFailed
 from workers.agents.rendering import Renderer
 from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.session import Session
 from workers.agents.turns import ChatRequest, Message, Reply
 from workers.agents.wire import AttemptDone, Begin, Drawn, Finished, Setup
+from workers.rewards.base import summed
 
 DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew."""
@@ -43,6 +44,7 @@ class Attempt:
         self._session = Session(renderer, seed=begin.seed + nth)
         # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}
+        self._new_messages: dict[int, list[Message]] = {}  # by node, if asked for
         self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
@@ -91,6 +93,8 @@ class Attempt:
         before = [] if prompt.parent is None else self._conversations[prompt.parent]
         shared = [old if old == new else new for old, new in zip(before, request.messages, strict=False)]
         self._conversations[node] = [*shared, *request.messages[len(shared) :], message]
+        if self._setup.tells_turns:
+            self._new_messages[node] = [*request.messages[len(before) :], message]
         self._cut = drawn.truncated
         self._response = message["content"]
         reason = "length" if drawn.truncated else "tool_calls" if message.get("tool_calls") else "stop"
@@ -99,18 +103,20 @@ class Attempt:
 
     def result(self, done: AttemptDone, *, spent: bool) -> Finished:
         """Return the outcome; `spent`: a budget ended the rollout. Raises BadAgentRequest if nothing was drawn, or
-        `done` names pieces that were not."""
+        `done` names pieces that were not; UserCodeFailed if it rewards other turns than those that are trained."""
         ends = self._session.sample_ends(done.nodes or None)
         samples = self._session.collect_samples(ends)
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was never asked for a reply")
+        turns = self._session.trained_turns(ends)
+        turn_rewards = None if done.turn_rewards is None else _rewards_of_turns(done.turn_rewards, turns)
         now = time.monotonic()
         # Time since the first call minus the time with calls in flight.
         tool_s = now - (self._began or now) - self._model_s - (now - self._drawing_since if self._num_drawing else 0.0)
         return Finished(
             ticket=self.begin.ticket,
             samples=samples,
-            reward=done.reward,
+            reward=done.reward if turn_rewards is None else summed(turn_rewards),
             response=self._response,
             truncated=spent or self._cut,
             metrics=done.metrics,
@@ -118,6 +124,9 @@ class Attempt:
             turns=self._turns,
             tool_s=max(0.0, tool_s),
             bridge_failures=self._session.num_bridge_failures,
+            num_trained_turns=len(turns),
+            turn_rewards=turn_rewards,
+            turn_messages=[self._new_messages[node] for node in turns] if self._setup.tells_turns else [],
         )
 
     async def _until_tokens_are_free(self) -> None:
@@ -154,3 +163,18 @@ class Attempt:
         self._num_drawing += change
         if not self._num_drawing:
             self._model_s += time.monotonic() - self._drawing_since
+
+
+def _rewards_of_turns(given: Mapping[int, float], turns: Sequence[int]) -> list[float]:
+    """Return the rewards of the trained turns, in order; each must have one, and no other."""
+    if set(given) != set(turns):
+        raise UserCodeFailed(
+            f"rewards for {len(given)} turns, but the rollout trains {len(turns)}"
+            f"{_example(given, turns)}; give one number for each reply, in order, or one for the whole rollout"
+        )
+    return [given[node] for node in turns]
+
+
+def _example(given: Mapping[int, float], turns: Sequence[int]) -> str:
+    missing = [place for place, node in enumerate(turns, 1) if node not in given]
+    return f" (turn {missing[0]} has none)" if missing else ""

@@ -38,9 +38,9 @@ _MOST_RESULT_BYTES = 2**20
 _MOST_VARIABLE_BYTES = 2**17 - 1  # Linux's longest environment string (`MAX_ARG_STRLEN`): name, equals sign and value
 
 
-async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
-    """Run the program and return (reward, metrics); on cancellation, kill it and everything that it started. Raises
-    UserCodeFailed if it cannot start, fails, or writes an unusable result."""
+async def run_command(setup: Setup, start: Start) -> tuple[float | list[float] | None, dict[str, float]]:
+    """Run the program and return (reward, or one per turn; metrics); on cancellation, kill it and everything that it
+    started. Raises UserCodeFailed if it cannot start, fails, or writes an unusable result."""
     command, scratch = setup.command, Path(start.scratch)
     task, task_file = start.rollout.task, scratch / "task.json"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
 
 async def _follow(
     process: asyncio.subprocess.Process, output: "_Output", scratch: Path
-) -> tuple[float | None, dict[str, float]]:
+) -> tuple[float | list[float] | None, dict[str, float]]:
     try:
         code = await process.wait()
         said = output.end()
@@ -133,7 +133,7 @@ class _Output:
         return self._said.decode(errors="replace")
 
 
-def _result(path: Path) -> tuple[float | None, dict[str, float]]:
+def _result(path: Path) -> tuple[float | list[float] | None, dict[str, float]]:
     if not path.exists():
         return None, {}
     try:

@@ -55,6 +55,7 @@ from workers.agents.wire import (
     ToService,
     Undraw,
     Warned,
+    attempt_done,
 )
 from workers.agents.worker import NOBODY
 from workers.calls.child_process import Refused, StreamChannel, parent_socket
@@ -300,7 +301,7 @@ class Service:
             else:
                 self._fail_attempt(attempt, one_line(error))
         else:
-            self._finish_attempt(attempt, AttemptDone(attempt.number, [], reward, metrics), spent=attempt.spent)
+            self._finish_attempt(attempt, attempt_done(attempt.number, [], reward, metrics), spent=attempt.spent)
 
     def _cut_attempt(self, attempt: Attempt, what: str = "its budget") -> None:
         """Budget exhausted: keep what was generated; do not retry."""

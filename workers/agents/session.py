@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workers.agents.rendering import Renderer
@@ -125,8 +125,13 @@ class Session:
     def collect_samples(self, nodes: Sequence[int] | None = None) -> list[SampleTokens]:
         """Return a sample per path from a root to one of `sample_ends(nodes)`. Take all samples of a rollout from one
         call: a drawn token is trained on in the first that has it."""
+        turns = {node: turn for turn, node in enumerate(self.trained_turns(nodes))}
         trained: set[int] = set()
-        return [self._make_sample(end, trained) for end in self.sample_ends(nodes)]
+        return [self._make_sample(end, trained, turns) for end in self.sample_ends(nodes)]
+
+    def trained_turns(self, nodes: Sequence[int] | None = None) -> list[int]:
+        """Return the nodes whose tokens `collect_samples` has, in the order in which they were recorded."""
+        return sorted({node for end in self.sample_ends(nodes) for node in self._numbers_to(end)})
 
     def sample_ends(self, nodes: Sequence[int] | None = None) -> list[int]:
         """Return those of `nodes` (None: all leaves) at which a sample ends, without duplicates and inner nodes of
@@ -138,25 +143,29 @@ class Session:
         inner = {id(node) for end in nodes for node in self._path_to(end)[:-1]}
         return [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
 
-    def _make_sample(self, end: int, trained: set[int]) -> SampleTokens:
-        sample = SampleTokens([], [], [], [])
-        for node in self._path_to(end):
-            mine = id(node) not in trained
-            trained.add(id(node))
+    def _make_sample(self, end: int, trained: set[int], turns: Mapping[int, int]) -> SampleTokens:
+        sample = SampleTokens([], [], [], [], [])
+        for number in self._numbers_to(end):
+            node, mine = self._nodes[number], number not in trained
+            trained.add(number)
             sample.token_ids.extend([*node.prompt_ids, *node.drawn.token_ids])
             sample.response_mask.extend([0] * len(node.prompt_ids) + [int(mine)] * len(node.drawn.token_ids))
             if mine:
                 sample.log_probs.extend(node.drawn.log_probs)
                 sample.versions.extend(node.drawn.versions)
+                sample.turn_ids.extend([turns[number]] * len(node.drawn.token_ids))
         return sample
 
     def _path_to(self, node: int) -> list[_Node]:
         """Return the nodes from the root to `node`."""
-        path, at = [], self._nodes[node]
-        while at.parent is not None:
-            path.append(at)
-            at = self._nodes[at.parent]
-        return [at, *reversed(path)]
+        return [self._nodes[number] for number in self._numbers_to(node)]
+
+    def _numbers_to(self, node: int) -> list[int]:
+        path, parent = [node], self._nodes[node].parent
+        while parent is not None:
+            path.append(parent)
+            parent = self._nodes[parent].parent
+        return path[::-1]
 
     def _extended_by(self, ids: list[int]) -> int | None:
         """Return the node with the longest path that `ids` begin with."""

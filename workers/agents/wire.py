@@ -12,7 +12,7 @@ A ticket identifies a rollout, `attempt_id` one attempt at it; the asking side n
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -51,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     port: int = 0
     templates: TemplateSettings = TemplateSettings()
     stall_timeout_s: float = 10.0  # how long one step of a rollout may block its process's event loop
+    tells_turns: bool = False  # `reward.function` may read the turns' messages
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -127,13 +128,14 @@ class Undraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleTokens(msgspec.Struct, frozen=True):
-    """One token sequence of a rollout; `response_mask` is 1 where the policy drew. `log_probs` and `versions` have one
-    entry per drawn token."""
+    """One token sequence of a rollout; `response_mask` is 1 where the policy drew. `log_probs`, `versions` and
+    `turn_ids` have one entry per drawn token; turns are numbered over the rollout, as they ended."""
 
     token_ids: list[int]
     response_mask: list[int]
     log_probs: list[float]
     versions: list[int]
+    turn_ids: list[int]
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +143,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
     ticket: int
     samples: list[SampleTokens]  # at least one with drawn tokens
-    reward: float | None  # None: `reward.function` scores `response`
+    reward: float | None  # the sum of the turns'; None: `reward.function` scores `response`
     response: str  # text of the last reply
     truncated: bool  # a budget ended it, or its last reply was cut off
     metrics: dict[str, float]  # reported by the function
@@ -151,6 +153,10 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     bridge_failures: int  # turns that began a new sample although they follow a reply
     # Processor time of the service and the function's process since their previous rollout ended (s)
     cpu_s: float = 0.0
+    num_trained_turns: int = 1  # those in `samples`
+    turn_rewards: list[float] | None = None  # of each of them, in order; None: there is one reward
+    # Of each of them, if asked for: the messages that were new to the policy, and its reply
+    turn_messages: list[list[Message]] = []
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
@@ -234,6 +240,16 @@ class AttemptDone(msgspec.Struct, frozen=True, tag=True):
     reward: float | None
     metrics: dict[str, float]
     cpu_s: float = 0.0  # processor time of its process since another rollout returned (s)
+    turn_rewards: dict[int, float] | None = None  # of each piece that is trained, instead of `reward`
+
+
+def attempt_done(
+    attempt_id: int, nodes: Sequence[int], reward: float | list[float] | None, metrics: dict[str, float]
+) -> AttemptDone:
+    """Return the outcome of an agent, all of whose pieces are trained: its turns are numbered like them."""
+    if isinstance(reward, list):
+        return AttemptDone(attempt_id, [*nodes], None, metrics, turn_rewards=dict(enumerate(reward)))
+    return AttemptDone(attempt_id, [*nodes], reward, metrics)
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):

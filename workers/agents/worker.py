@@ -54,10 +54,11 @@ from workers.agents.wire import (
     StopAttempt,
     Told,
     ToWorker,
+    attempt_done,
 )
 from workers.calls.child_process import Loaded, Refused, StreamChannel, parent_socket
 from workers.calls.user_function import is_async, load_function
-from workers.rewards.base import finite, metrics_of, reward_of
+from workers.rewards.base import metrics_of, reward_of, rewards_of
 from workers.settings.rollout import FUNCTIONS
 
 NOBODY = -1
@@ -234,7 +235,7 @@ class Worker:
 
     async def _call_agent(self, start: Start) -> AttemptDone:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
-        return AttemptDone(start.attempt_id, [], *reward_of(returned))
+        return attempt_done(start.attempt_id, [], *reward_of(returned))
 
 
 def _where(error: BaseException) -> str:
@@ -316,14 +317,38 @@ def _done(attempt_id: int, returned: Any, logged: Mapping[str, float]) -> Attemp
     nodes = [sample.node for sample in samples]
     if len(set(nodes)) < len(nodes):
         raise UserCodeFailed("the rollout function returned one sample twice")
-    rewards = {finite("the reward", sample.reward) for sample in samples if sample.reward is not None}
+    given = {id(sample): rewards_of(sample.reward) for sample in samples if sample.reward is not None}
+    rewards = {reward for reward in given.values() if not isinstance(reward, list)}
+    turn_rewards = _turn_rewards([(one, reward) for one in samples if isinstance(reward := given.get(id(one)), list)])
     if len(rewards) > 1:
         raise UserCodeFailed(f"the samples of one rollout have rewards {sorted(rewards)}; a rollout has one reward")
+    if rewards and turn_rewards is not None:
+        raise UserCodeFailed(
+            "some samples of the rollout have one reward, others one per reply; give all of them the same kind"
+        )
     metrics = dict(logged)
     for sample in samples:
         metrics |= metrics_of(sample.metrics)
     nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
-    return AttemptDone(attempt_id, nodes, rewards.pop() if rewards else None, metrics)
+    return AttemptDone(attempt_id, nodes, rewards.pop() if rewards else None, metrics, turn_rewards=turn_rewards)
+
+
+def _turn_rewards(samples: Sequence[tuple[Sample, Sequence[float]]]) -> dict[int, float] | None:
+    """Return the reward of each reply, by its node; None without samples."""
+    found: dict[int, float] = {}
+    for sample, rewards in samples:
+        replies = (*sample.earlier, sample.node)
+        if len(rewards) != len(replies):
+            raise UserCodeFailed(
+                f"a sample of {len(replies)} replies has {len(rewards)} rewards; give one for each reply, in order, or "
+                f"one number for the whole rollout"
+            )
+        for node, reward in zip(replies, rewards, strict=True):
+            if found.setdefault(node, reward) != reward:
+                raise UserCodeFailed(
+                    f"two samples share a reply and give it rewards {found[node]:g} and {reward:g}; give it the same"
+                )
+    return found if samples else None
 
 
 if __name__ == "__main__":

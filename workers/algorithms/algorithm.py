@@ -16,8 +16,9 @@ Legend of shapes: N samples, A their drawn tokens, packed.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ from workers.algorithms.parts import (
     response_sums,
     token_weights,
 )
-from workers.rows.packed_rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_per_row, drawn_per_sample
+from workers.rows.packed_rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_per_row
 from workers.settings.algorithms import (
     CISPOConfig,
     DAPOConfig,
@@ -56,8 +57,9 @@ from workers.settings.algorithms import (
     ReinforcePlusPlusConfig,
     RLOOConfig,
     SFTConfig,
+    TurnCreditConfig,
 )
-from workers.settings.dataflow import LOSS_WEIGHTS
+from workers.settings.dataflow import LOSS_WEIGHTS, TURN_IDS, TURN_REWARDS
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
@@ -79,6 +81,8 @@ class Algorithm(ABC, Generic[SettingsT]):
     # The loss is a sum over samples, none of which looks at another, so a pipeline may train a micro-batch piece by
     # piece. A subclass declares this for itself, in its own body: what it overrides may look at all samples.
     per_sample: ClassVar[bool] = False
+    # `advantages` obey `algorithm.credit`. The class that defines them says so, in its own body.
+    credits_turns: ClassVar[bool] = False
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         self._config = config
@@ -232,8 +236,12 @@ class Moments:
 # log (policy / reference), both as computed by the trainer: the generating engine rounds differently, and summed over
 # a response that difference would count as divergence.
 #
-# Legend of shapes: B prompts, G responses per prompt, N samples, A their drawn tokens, packed, R drawn tokens of the
-# longest sample.
+# A row is a rollout, whose samples lie one after another. It has one reward, or one per turn (`algorithm.credit`), and
+# how it is cut into samples changes no advantage: what reaches back from later tokens reaches across samples, in the
+# order in which they were drawn (`turn_ids`).
+#
+# Legend of shapes: B prompts, G responses per prompt, N rows, A their drawn tokens, packed, R drawn tokens of the
+# longest row, K most turns of a row, U all turns of all rows, row after row.
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -273,22 +281,118 @@ def response_penalties(batch: PackedBatch) -> Tensor:
     return response_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
 
 
-def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
-    """Return float64 [A]: the sum from each token to the end of its sample; samples have `length_N` tokens."""
-    length_N = length_N.long()
-    penalty_A = token_penalties(batch)
+def penalties_to_come(batch: PackedBatch) -> Tensor:
+    """Return float64 [A]: the sum from each token to the end of its row, in the order in which tokens were drawn."""
+    length_N, penalty_A = batch["old_log_probs"].lengths.long(), token_penalties(batch)
+    order_A = drawn_order(batch, len(penalty_A))
+    penalty_A = penalty_A[order_A]
     before_A = penalty_A.cumsum(0) - penalty_A
     ends_N = length_N.cumsum(0)
     total_N = response_sums(penalty_A, length_N)
     starts_N = (ends_N - length_N)[length_N > 0]
     begun_A = before_A[starts_N].repeat_interleave(length_N[length_N > 0])
-    return total_N.repeat_interleave(length_N) - (before_A - begun_A)
+    return as_stored(total_N.repeat_interleave(length_N) - (before_A - begun_A), order_A)
+
+
+def drawn_order(batch: PackedBatch, num_drawn: int) -> Tensor:
+    """Return int64 [A]: the places of the `num_drawn` tokens, row after row, each row's in the order in which they were
+    drawn.
+
+    Turns of several samples may alternate, e.g. those of a sub-agent and its caller. Without `turn_ids`, rows have one
+    sample each, whose tokens lie in order.
+    """
+    return turn_places(batch).argsort(stable=True) if TURN_IDS in batch.columns else torch.arange(num_drawn)
+
+
+def as_stored(value_A: Tensor, order_A: Tensor) -> Tensor:
+    """Return values that are in `drawn_order` in the order of the columns."""
+    return torch.empty_like(value_A).index_copy(0, order_A, value_A)
+
+
+def turn_places(batch: PackedBatch) -> Tensor:
+    """Return int64 [A]: each drawn token's turn, numbered over all rows: ascending with the rows, then with the turns.
+    With `turn_rewards` it is the turn's place among these."""
+    column = batch[TURN_IDS]
+    if TURN_REWARDS in batch.columns:
+        turns_N = batch[TURN_REWARDS].lengths.long()
+    else:
+        most = int(column.values.max()) + 1 if len(column.values) else 0
+        turns_N = torch.full((len(column),), most)
+    turn_A, length_N = column.values.long(), column.lengths.long()
+    assert (turn_A < turns_N.repeat_interleave(length_N)).all(), "a turn has no reward: it would get the next row's"
+    return turn_A + (turns_N.cumsum(0) - turns_N).repeat_interleave(length_N)
+
+
+def turn_token_rewards(batch: PackedBatch, order_A: Tensor) -> Tensor:
+    """Return float64 [A], in `drawn_order`: each turn's reward at its last token; NaN rewards become 0.
+
+    What a turn without a token earned is paid at the row's last token before it.
+    """
+    place_A, column = turn_places(batch)[order_A], batch[TURN_REWARDS]
+    turns_N = column.lengths.long()
+    last_U = torch.searchsorted(place_A, torch.arange(len(column.values)), right=True) - 1
+    first_U = (turns_N.cumsum(0) - turns_N).repeat_interleave(turns_N)
+    paid_U = (last_U >= 0) & (place_A[last_U.clamp(min=0)] >= first_U) if len(place_A) else last_U >= 0
+    reward_U = column.values.double().nan_to_num(nan=0.0)
+    return torch.zeros(len(place_A), dtype=torch.float64).index_add(0, last_U[paid_U], reward_U[paid_U])
+
+
+def returns_to_go(
+    batch: PackedBatch, *, gamma: float, last_N: Tensor | None = None, penalty_A: Tensor | None = None
+) -> Tensor:
+    """Return float64 [N, K]: the rewards of each turn and, discounted by `gamma` per turn, of the later ones; NaN where
+    a row has no such turn, or no reward.
+
+    Args:
+        last_N: added to the reward of a row's last turn.
+        penalty_A: subtracted from the reward of the turn that drew each token.
+    """
+    column = batch[TURN_REWARDS]
+    turns_N, rows = column.lengths.long(), len(column)
+    reward_U = column.values.double()
+    if penalty_A is not None:
+        reward_U = reward_U.index_add(0, turn_places(batch), penalty_A.double(), alpha=-1)
+    if last_N is not None:
+        reward_U = reward_U.index_add(0, turns_N.cumsum(0) - 1, last_N.double())
+    there_NK = torch.arange(int(turns_N.max())) < turns_N.unsqueeze(1)
+    reward_NK = torch.zeros(there_NK.shape, dtype=torch.float64)
+    reward_NK[there_NK] = reward_U
+    to_go_N = torch.zeros(rows, dtype=torch.float64)
+    for k in reversed(range(reward_NK.shape[1])):
+        to_go_N = reward_NK[:, k] + gamma * to_go_N
+        reward_NK[:, k] = to_go_N
+    return reward_NK.where(there_NK & batch["rewards"].values.isfinite().unsqueeze(1), torch.nan)
+
+
+def of_turns(value_NK: Tensor, batch: PackedBatch) -> Column:
+    """Return a column with a turn's value, of [N, K], at each of its tokens."""
+    column = batch[TURN_IDS]
+    row_A = torch.arange(len(column)).repeat_interleave(column.lengths.long())
+    return Column(value_NK[row_A, column.values.long()].float(), column.lengths)
+
+
+def turn_advantages(
+    to_go_NK: Tensor, batch: PackedBatch, compare: Callable[[Tensor], Tensor], group_size: int
+) -> Column:
+    """Return a column with an advantage per drawn token: the returns-to-go of the k-th turns of a group, compared with
+    each other (`compare`: [B, G] with NaN for rollouts that have no such turn -> [B, G]).
+
+    So a turn's baseline depends on nothing that the turn itself or a later one did. If all rewards come with the last
+    turn and all rollouts have as many turns, the advantages are those of whole rollouts. A turn that no other rollout
+    of its group reached has advantage 0.
+    """
+    # Source: GRPO's comparison (arXiv 2402.03300) in the place of turns, as the turn-level advantages of Zeng et al.
+    # 2025 (arXiv 2505.11821), with what the rest of the rollout earns instead of its outcome alone. Process supervision
+    # (2402.03300, section 4.1.3) centers single rewards before it adds them up, so that a rollout's advantage would
+    # depend on its number of turns.
+    compared = [compare(to_go_NK[:, k].reshape(-1, group_size)).flatten() for k in range(to_go_NK.shape[1])]
+    return of_turns(torch.stack(compared, 1), batch)
 
 
 def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
-    """Return float64 [A]: a sample's reward at its last drawn token, minus each token's penalty.
+    """Return float64 [A]: a row's reward at its last drawn token, minus each token's penalty.
 
-    The reward of a sample without drawn tokens is dropped. `penalty_A` is e.g. `kl_coef * (log policy - log reference)`
+    The reward of a row without drawn tokens is dropped. `penalty_A` is e.g. `kl_coef * (log policy - log reference)`
     (Ouyang et al. 2022, arXiv 2203.02155, eq. 2).
     """
     length_N = length_N.long()
@@ -303,10 +407,10 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return every token's advantage and return, float32 [A] each, from token rewards and a critic's values V(s_t).
 
-    The drawn token y_t is the action in state s_t: all tokens of the sample before it. Tokens that the policy did not
-    draw (observations) are not actions, so s_t+1 is the state of the next drawn token. The last one is terminal, even
-    if the sample was cut: there is no value to bootstrap from. `gamma` discounts per token; `lam` 0 gives one-step
-    errors, 1 Monte Carlo.
+    The drawn token y_t is the action in state s_t: all tokens of its sample before it. Tokens that the policy did not
+    draw (observations) are not actions, so s_t+1 is the state of the next drawn token, also if that begins the
+    rollout's next sample. The last one is terminal, even if the rollout was cut: there is no value to bootstrap from.
+    `gamma` discounts per token; `lam` 0 gives one-step errors, 1 Monte Carlo.
     """
     #     delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
     #     A_t     = delta_t + gamma lam A_t+1
@@ -330,6 +434,26 @@ def generalized_advantages(
     return advantage_A.float(), (advantage_A + value_A.double()).float()
 
 
+def turn_level_advantages(
+    reward_A: Tensor, value_A: Tensor, place_A: Tensor, length_N: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return every token's advantage and return, float32 [A] each, by GAE whose steps are turns.
+
+    A turn is one action: its reward is the sum over its tokens, its state that of its first token, and all of its
+    tokens have its advantage and, as the critic's target, its return. All but `length_N` in `drawn_order`; `place_A`:
+    `turn_places`. `gamma` and `lam` apply per turn.
+    """
+    # Source: Schulman et al. 2016 (arXiv 1506.02438) with turns as actions, as AReaL's `gae_timestep_unit: turn`. The
+    # bi-level GAE of VAGEN (arXiv 2510.16907) goes from last token to last token instead, and on inside each turn.
+    turn_U, tokens_U = place_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+    first_U = tokens_U.cumsum(0) - tokens_U
+    row_A = torch.arange(len(length_N)).repeat_interleave(length_N.long())
+    turns_N = torch.zeros(len(length_N), dtype=torch.int64).index_add(0, row_A[first_U], torch.ones_like(turn_U))
+    both = generalized_advantages(response_sums(reward_A, tokens_U), value_A[first_U], turns_N, gamma=gamma, lam=lam)
+    advantage_A, return_A = (each.repeat_interleave(tokens_U) for each in both)
+    return advantage_A, return_A
+
+
 class GRPO(Algorithm[GroupConfig]):
     """Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300, eq. 3).
 
@@ -339,15 +463,16 @@ class GRPO(Algorithm[GroupConfig]):
     """
 
     per_sample = True
+    credits_turns = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per row, from `rewards`."""
+        """Return `advantages`: one per row from `rewards`, or one per token from `turn_rewards`."""
         config = self._config
-        reward_BG = batch["rewards"].values.reshape(-1, group_size)
-        advantage_BG = group_advantages(
-            reward_BG, scale_by_std=config.scale_advantages_by_std, eps=config.advantage_eps
-        )
-        return {"advantages": Column.of_scalars(advantage_BG)}
+        compare = partial(group_advantages, scale_by_std=config.scale_advantages_by_std, eps=config.advantage_eps)
+        if isinstance(config, TurnCreditConfig) and config.credits_turns:
+            to_go_NK = returns_to_go(batch, gamma=config.gamma)
+            return {"advantages": turn_advantages(to_go_NK, batch, compare, group_size)}
+        return {"advantages": Column.of_scalars(compare(batch["rewards"].values.reshape(-1, group_size)))}
 
 
 class CISPO(GRPO):
@@ -376,17 +501,24 @@ class DAPO(Algorithm[DAPOConfig]):
     # Legend of shapes: N responses.
 
     per_sample = True
+    credits_turns = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per row, from `rewards` and, with a buffer, each row's count of drawn tokens."""
-        reward_N = batch["rewards"].values.double()
-        buffer = self._config.overlong_buffer_tokens
+        """Return `advantages`: one per row from `rewards`, or one per token from `turn_rewards`. With a buffer, each
+        row's count of drawn tokens is charged to the row, or its last turn."""
+        reward_N, penalty_N = batch["rewards"].values.double(), None
+        config = self._config
+        buffer = config.overlong_buffer_tokens
         if buffer:
-            reward_N = reward_N + overlong_penalty(
+            penalty_N = overlong_penalty(
                 drawn_per_row(batch), max_tokens=self._max_response_tokens, buffer_tokens=buffer
             )
-        reward_BG = reward_N.reshape(-1, group_size)
-        return {"advantages": Column.of_scalars(group_advantages(reward_BG, eps=self._config.advantage_eps))}
+        compare = partial(group_advantages, eps=config.advantage_eps)
+        if config.credits_turns:
+            to_go_NK = returns_to_go(batch, gamma=config.gamma, last_N=penalty_N)
+            return {"advantages": turn_advantages(to_go_NK, batch, compare, group_size)}
+        reward_N = reward_N if penalty_N is None else reward_N + penalty_N
+        return {"advantages": Column.of_scalars(compare(reward_N.reshape(-1, group_size)))}
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
@@ -438,23 +570,33 @@ class PPO(Algorithm[PPOConfig]):
     """
 
     per_sample = True
+    credits_turns = True
 
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
         self.whole_step = config.whole_step
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself."""
-        # Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
-        # `old_log_probs` and `ref_log_probs`.
-        config, values, length_S = self._config, batch["values"], drawn_per_sample(batch)
-        penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
-        reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # rows without a reward count nowhere
-        reward_S = reward_N.repeat_interleave(batch["sample_lengths"].lengths.long())
-        reward_A = token_rewards(reward_S, length_S, penalty_A)
-        advantage_A, return_A = generalized_advantages(
-            reward_A, values.values, length_S, gamma=config.gamma, lam=config.lam
-        )
+        """Return `advantages`, not whitened yet, and `returns`, per token, along each rollout: it is paid once, however
+        many samples it has."""
+        # Reads `rewards`, `values` and, if there are several turns, `turn_ids`; with the KL penalty in the reward,
+        # `old_log_probs` and `ref_log_probs`; with `credit: turn`, `turn_rewards`.
+        config, values = self._config, batch["values"]
+        order_A = drawn_order(batch, len(values.values))
+        value_A, length_N = values.values[order_A], values.lengths
+        penalty_A = config.kl_coef * token_penalties(batch)[order_A] if config.has_reward_penalty else None
+        if config.credits_turns:
+            reward_A = turn_token_rewards(batch, order_A)
+            reward_A = reward_A if penalty_A is None else reward_A - penalty_A
+        else:
+            reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # rows without a reward count nowhere
+            reward_A = token_rewards(reward_N, length_N, penalty_A)
+        if config.gae_timestep_unit == "turn":
+            place_A = turn_places(batch)[order_A]
+            both = turn_level_advantages(reward_A, value_A, place_A, length_N, gamma=config.gamma, lam=config.lam)
+        else:
+            both = generalized_advantages(reward_A, value_A, length_N, gamma=config.gamma, lam=config.lam)
+        advantage_A, return_A = (as_stored(each, order_A) for each in both)
         return {"advantages": Column(advantage_A, values.lengths), "returns": Column(return_A, values.lengths)}
 
     def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
@@ -488,19 +630,29 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
 
     whole_step = True
     per_sample = True
+    credits_turns = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not normalized yet: one per row, or per token if the KL penalty is in the reward."""
+        """Return `advantages`, not normalized yet: one per row, or per token if the KL penalty is in the reward, or
+        turns are credited by themselves."""
         reward_N, config = batch["rewards"].values.double(), self._config
+        to_go_NK = returns_to_go(batch, gamma=config.gamma) if config.credits_turns else None
         if config.baseline == "group":
-            return {
-                "advantages": Column.of_scalars(group_advantages(reward_N.reshape(-1, group_size), scale_by_std=False))
-            }
-        if not config.kl_coef:
+            compare = partial(group_advantages, scale_by_std=False)
+            if to_go_NK is not None:
+                return {"advantages": turn_advantages(to_go_NK, batch, compare, group_size)}
+            return {"advantages": Column.of_scalars(compare(reward_N.reshape(-1, group_size)))}
+        if to_go_NK is not None:
+            column = of_turns(to_go_NK.nan_to_num(nan=0.0), batch)
+            if not config.kl_coef:
+                return {"advantages": column}
+            reward_A, length_N = column.values.double(), column.lengths
+        elif not config.kl_coef:
             return {"advantages": Column.of_scalars(reward_N.nan_to_num(nan=0.0).float())}
-        length_N = batch["old_log_probs"].lengths
-        to_come_A = penalties_to_come(batch, drawn_per_sample(batch))
-        advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(length_N.long()) - config.kl_coef * to_come_A
+        else:
+            length_N = batch["old_log_probs"].lengths
+            reward_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(length_N.long())
+        advantage_A = reward_A - config.kl_coef * penalties_to_come(batch)
         return {"advantages": Column(advantage_A.float(), length_N)}
 
     def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
@@ -518,12 +670,18 @@ class RLOO(Algorithm[RLOOConfig]):
     """
 
     per_sample = True
+    credits_turns = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""
-        reward_N = batch["rewards"].values.double()
-        if self._config.kl_coef:
-            reward_N = reward_N - self._config.kl_coef * response_penalties(batch)
+        """Return `advantages`: one per row from `rewards`, or one per token from `turn_rewards`; with a penalty, also
+        from the log-probabilities."""
+        config, reward_N = self._config, batch["rewards"].values.double()
+        if config.credits_turns:
+            penalty_A = config.kl_coef * token_penalties(batch) if config.kl_coef else None
+            to_go_NK = returns_to_go(batch, gamma=config.gamma, penalty_A=penalty_A)
+            return {"advantages": turn_advantages(to_go_NK, batch, leave_one_out, group_size)}
+        if config.kl_coef:
+            reward_N = reward_N - config.kl_coef * response_penalties(batch)
         return {"advantages": Column.of_scalars(leave_one_out(reward_N.reshape(-1, group_size)))}
 
 

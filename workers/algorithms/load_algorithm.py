@@ -14,7 +14,7 @@ from workers.algorithms.algorithm import Algorithm
 from workers.calls.user_function import load_class
 from workers.rows.packed_rows import sample_columns
 from workers.settings.algorithms import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
-from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
+from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, TURN_IDS, TURN_REWARDS, Task
 
 FIELD = "algorithm.name"
 # Keys of `OutsideConfig` that the class's `Config` answers itself.
@@ -59,6 +59,12 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     if config.has_critic or config.kl_in_reward:
         raise ConfigError(
             f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in algorithms support that"
+        )
+    defines = next(base for base in kind.__mro__ if "advantages" in vars(base))
+    if config.credits_turns and not vars(defines).get("credits_turns"):
+        raise ConfigError(
+            f"algorithm.credit: turn cannot be used with {name}, whose class {defines.__name__} computes advantages "
+            f"and does not say `credits_turns = True`; leave credit out, or have it read turn_ids and turn_rewards"
         )
     inputs: object = config.advantage_inputs
     if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):
@@ -105,6 +111,8 @@ def try_algorithm(
         **{column: Column.of_rows(ones) for column in DRAWN_COLUMNS},
         **{column: Column.of_scalars(torch.zeros(group_size, dtype=torch.bool)) for column in ("truncated", "correct")},
         "rewards": Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
+        TURN_IDS: Column.of_rows([torch.zeros(_TRIED_TOKENS, dtype=torch.int32)] * group_size),
+        TURN_REWARDS: Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
     }
     task = next(task for task in tasks if task.name == ADVANTAGES)
     inputs = task.inputs

@@ -49,7 +49,15 @@ from workers.outside.feed_client import PromptFeed
 from workers.records.outside_metrics import report_metrics
 from workers.rewards.base import as_number
 from workers.rows.packed_rows import drawn_per_row, responses_of
-from workers.settings.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS, TRAINERS, WEIGHTS
+from workers.settings.dataflow import (
+    DRAWN_COLUMNS,
+    REWARD_PARTS,
+    SAMPLE_COLUMNS,
+    SCALAR_COLUMNS,
+    TRAINERS,
+    TURN_IDS,
+    WEIGHTS,
+)
 from workers.settings.run import RunConfig
 from workers.tasks.graph import launched_tasks, task_specs
 
@@ -60,6 +68,7 @@ _DTYPES = {
     "sample_lengths": torch.int32,
     "response_mask": torch.uint8,
     "versions": torch.int32,
+    TURN_IDS: torch.int32,
     "correct": torch.bool,
     "truncated": torch.bool,
 }

@@ -82,6 +82,7 @@ class SampleLog:
             "ground_truth": scored.ground_truth,
             "reward": None if scored.failure else scored.reward,
             "correct": scored.correct,
+            **({"turn_rewards": list(scored.turn_rewards)} if scored.turn_rewards else {}),
             "response_tokens": rollout.log_probs_A.numel(),
             "truncated": rollout.truncated,
             "log_probs": rounded(rollout.log_probs_A),

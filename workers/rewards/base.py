@@ -3,7 +3,7 @@
 import math
 import reprlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,16 @@ class Score:
     """How good one response is.
 
     Attributes:
-        reward: what training maximizes; finite.
+        reward: what training maximizes; finite. From a function, also one number per turn, whose sum it becomes.
         correct: exactly right; the run's accuracy counts these.
         parts: components of the reward by name; metrics show their means.
+        turn_rewards: of each turn, in order; empty: there is one reward.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
 
 
 NO_FIELDS = "{}"
@@ -46,6 +48,7 @@ class Response:
         num_tokens: drawn by the policy in all turns.
         truncated: it was cut off, or a budget ended it.
         token_ids: int32 as bytes, for functions that ask for them.
+        turns: of each turn in order, the messages that were new to the policy, and its reply as the last one.
     """
 
     prompt: str
@@ -55,6 +58,7 @@ class Response:
     num_tokens: int = 0
     truncated: bool = False
     token_ids: bytes = b""
+    turns: Sequence[Sequence[Mapping[str, Any]]] = ()
 
 
 Reward = Callable[[Response], Score]
@@ -80,23 +84,31 @@ class FailedShare:
         return f"{failed:,} of the last {number:,}"
 
 
-def as_score(value: object, *, what: str, response: str) -> Score:
+def as_score(value: object, *, what: str, response: str, num_turns: int | None = None) -> Score:
     """Convert the result of a user's reward to a score; a plain number counts as correct from 1.0 on.
 
-    `value` is a number, a `Score`, or a dict with `score`, optionally `correct`, and the reward's parts; otherwise, or
-    if float32 cannot hold the number, this raises UserCodeFailed. `what` begins messages.
+    `value` is a number, a `Score`, or a dict with `score`, optionally `correct`, and the reward's parts; with
+    `num_turns`, the number may be as many in a list. Otherwise, or if float32 cannot hold a number, this raises
+    UserCodeFailed. `what` begins messages.
     """
     try:
-        number, correct, parts = _given(value)
+        numbers, correct, parts = _given(value, in_turns=num_turns is not None)
     except Exception as error:  # boundary to user objects: arrays, tensors, anything
         raise UserCodeFailed(
             f"{what} returned {reprlib.repr(value)} instead of a number, a Score or a dict with `score`"
         ) from error
-    if not abs(number) <= LARGEST_REWARD:
+    number, turns = (numbers, []) if isinstance(numbers, float) else (summed(numbers), numbers)
+    if turns and len(turns) != num_turns:
         raise UserCodeFailed(
-            f"{what} returned {number:g} on response {excerpt(response)}; a reward must be a number that float32 holds"
+            f"{what} returned {len(turns)} rewards on response {excerpt(response)}, which has {num_turns} turns; "
+            f"return one for each of `turns`, or a single number"
         )
-    return Score(number, correct, parts)
+    if not all(abs(each) <= LARGEST_REWARD for each in (number, *turns)):
+        shown = f"{number:g}" if not turns else reprlib.repr(turns)
+        raise UserCodeFailed(
+            f"{what} returned {shown} on response {excerpt(response)}; a reward must be a number that float32 holds"
+        )
+    return Score(number, number >= 1.0 if correct is None else correct, parts, tuple(turns))
 
 
 def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
@@ -112,16 +124,17 @@ def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
     return rewards
 
 
-def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
-    """Return (reward, correct, parts); raises whatever the value's class does if it holds no number."""
+def _given(value: object, *, in_turns: bool) -> tuple[float | list[float], bool | None, Mapping[str, float]]:
+    """Return (reward, or one per turn; correct, or None; parts); raises whatever the value's class does if it holds no
+    number."""
+    convert = as_numbers if in_turns else as_number
     if isinstance(value, Score):
-        return as_number(value.reward), bool(value.correct), _parts(value.parts)
+        return convert(value.reward), bool(value.correct), _parts(value.parts)
     if not isinstance(value, Mapping):
-        number = as_number(value)
-        return number, number >= 1.0, {}
-    number = as_number(value["score"])
-    correct = bool(value["correct"]) if "correct" in value else number >= 1.0
-    return number, correct, _parts({name: part for name, part in value.items() if name not in ("score", "correct")})
+        return convert(value), None, {}
+    correct = bool(value["correct"]) if "correct" in value else None
+    parts = _parts({name: part for name, part in value.items() if name not in ("score", "correct")})
+    return convert(value["score"]), correct, parts
 
 
 def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
@@ -145,6 +158,27 @@ def as_number(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def as_numbers(value: object) -> float | list[float]:
+    """Return a number as `as_number` does, or several, at least one, of any sequence; raises anything otherwise."""
+    try:
+        return as_number(value)
+    except Exception:
+        if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
+            raise
+        numbers = [as_number(each) for each in value]
+        if not numbers:
+            raise
+        return numbers
+
+
+def summed(numbers: Sequence[float]) -> float:
+    """Return the sum, added from left to right in every version of Python."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
+
+
 def finite(name: str, value: object) -> float:
     """Return a rollout's reward or metric as a float. Raises UserCodeFailed unless it is a number between
     -`LARGEST_REWARD` and `LARGEST_REWARD`."""
@@ -166,9 +200,23 @@ def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
     return {str(name): finite(f"metric {name}", value) for name, value in numbers.items()}
 
 
-def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
-    """Return (reward, metrics) of an agent's result: a number, `{"reward": ..., more}`, or None; else raise
-    UserCodeFailed."""
+def rewards_of(value: object) -> float | list[float]:
+    """Return a rollout's reward, or those of its turns; raises UserCodeFailed unless all are numbers as `finite` wants
+    them, and so is their sum."""
+    try:
+        numbers = as_numbers(value)
+    except Exception:  # noqa: BLE001  the boundary to a user's objects
+        return finite("the reward", value)  # which says what is wrong with it
+    if isinstance(numbers, float):
+        return finite("the reward", numbers)
+    turns = [finite(f"the reward of turn {place} of {len(numbers)}", each) for place, each in enumerate(numbers, 1)]
+    finite("the sum of the turns' rewards", summed(turns))
+    return turns
+
+
+def reward_of(returned: object) -> tuple[float | list[float] | None, dict[str, float]]:
+    """Return (reward, or one per turn; metrics) of an agent's result: a number, several, `{"reward": ..., more}`, or
+    None; else raise UserCodeFailed."""
     metrics: dict[str, float] = {}
     if isinstance(returned, Mapping):
         # A misspelt `reward` would otherwise become a metric.
@@ -177,4 +225,4 @@ def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
             raise UserCodeFailed(f"the result {reprlib.repr(dict(returned))} has no `reward`; {advice}")
         metrics = metrics_of({name: value for name, value in returned.items() if name != "reward"})
         returned = returned["reward"]
-    return None if returned is None else finite("the reward", returned), metrics
+    return None if returned is None else rewards_of(returned), metrics

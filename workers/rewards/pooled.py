@@ -28,7 +28,7 @@ from workers.settings.rewards import RewardConfig
 #
 # A user's reward receives what its parameters name, in any order. Three conventions are known:
 #
-#     ours    prompt response ground_truth task num_tokens truncated            one response
+#     ours    prompt response ground_truth task num_tokens truncated turns      one response
 #     verl's  data_source solution_str ground_truth extra_info                  one response, may be mixed with ours
 #     TRL's   prompts completions completion_ids, columns of the data           lists; the function returns one, too
 #
@@ -37,14 +37,14 @@ from workers.settings.rewards import RewardConfig
 
 FIELD = "reward.function"
 GROUP_FIELD = "reward.group_function"
-_OURS = ("prompt", "response", "ground_truth", "task", "num_tokens", "truncated")
+_OURS = ("prompt", "response", "ground_truth", "task", "num_tokens", "truncated", "turns")
 _VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRLS = ("prompts", "completions", "completion_ids")
 _GROUPS = ("task", "members")
 _VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _OF_ROWS = {"task", "data_source", "extra_info"}
 # A function with none of these parameters does not see what it judges
-_RESPONSES = {"response", "solution_str", "completions", "members", "solution_strs"}
+_RESPONSES = {"response", "turns", "solution_str", "completions", "members", "solution_strs"}
 
 
 class LastMatch:
@@ -83,20 +83,26 @@ def user_reward(name: str) -> Callee:
     called = _ByName(load_function(name, field=FIELD, arguments=None), what, (*_OURS, *_VERLS))
 
     def values(sent: Sequence[Any]) -> Mapping[str, Any]:
-        prompt, response, ground_truth, task, num_tokens, truncated, token_ids = sent
+        prompt, response, ground_truth, task, num_tokens, truncated, token_ids, _ = sent
         row = json.loads(task) if called.needs_row else {}
         if called.in_lists:
             return _trl_values([prompt], [response], [ground_truth], [row], [token_ids])
-        ours = (prompt, response, ground_truth, row, num_tokens, truncated)
+        ours = (prompt, response, ground_truth, row, num_tokens, truncated, _turns(sent))
         verls = (row.get("data_source", ""), response, ground_truth, row.get("extra_info") or {})
         return dict(zip(_OURS, ours, strict=True)) | dict(zip(_VERLS, verls, strict=True))
 
     def score(value: Any, sent: Sequence[Any]) -> Score:
         if called.in_lists:
             (value,) = _listed(value, 1, what)
-        return as_score(value, what=what, response=sent[1])
+        return as_score(value, what=what, response=sent[1], num_turns=len(_turns(sent)))
 
     return Callee(called.function(values), gives=score)
+
+
+def _turns(sent: Sequence[Any]) -> Sequence[Any]:
+    """Return the turns of a response; one response to a prompt is one turn."""
+    said = [{"role": "user", "content": sent[0]}, {"role": "assistant", "content": sent[1]}]
+    return sent[-1] or [said]
 
 
 def group_reward(name: str) -> Callee:
@@ -262,7 +268,12 @@ class PooledReward(_RewardPool):
     def score(self, one: Response) -> "Future[Score]":
         """Score one response; the future raises `UserCodeFailed` if there is no score."""
         pending = self.submit(*vars(one).values(), on=f"response {excerpt(one.response)}")
-        return converted(pending, lambda done: Score(**done.result()))
+
+        def settled(done: "Future[Any]") -> Score:
+            fields = done.result()
+            return Score(**{**fields, "turn_rewards": tuple(fields["turn_rewards"])})
+
+        return converted(pending, settled)
 
     def __call__(self, one: Response) -> Score:
         return self.score(one).result()
@@ -343,7 +354,7 @@ class RemoteReward:
     def __call__(self, one: Response) -> Score:
         """Score one response; raises UserCodeFailed if the scorer gives no score for it."""
         fields = {**vars(one), "task": json.loads(one.task)}
-        del fields["token_ids"]
+        del fields["token_ids"], fields["turns"]
         waiting = _Waiting(fields, Future())
         self._waiting.put(waiting)
         return waiting.score.result()

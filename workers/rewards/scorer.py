@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 4
 _MANY = 64
+_SHOWN_TURNS = 8  # so many turns have a metric of their own
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ScoredResponse:
     correct: bool  # exactly right
     parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
     failure: str = ""  # why there is no reward, or ""
+    turn_rewards: Sequence[float] = ()  # of each turn, whose sum `reward` is; empty: there is one reward
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class _Work:
     ground_truth: str
     task: str
     truncated: bool
-    # text, parts: see `Scorer.submit`
+    # text, parts, turns: see `Scorer.submit`
     text: str | None
     parts: Mapping[str, float]
+    turns: Sequence[Sequence[Mapping[str, Any]]]
     scored: "Future[ScoredResponse]" = field(default_factory=Future)
 
 
@@ -111,14 +114,17 @@ class Scorer:
         if rollout.reward is None and not rollout.failure:
             return self.submit(
                 rollout.prompt, rollout.drawn, ground_truth, task,
-                truncated=rollout.truncated, text=rollout.response, parts=parts,
+                truncated=rollout.truncated, text=rollout.response, parts=parts, turns=rollout.turn_messages,
             )  # fmt: skip
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         # A rollout function may report `correct`.
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.decode_prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredResponse] = Future()
-        scored.set_result(ScoredResponse(prompt, response, ground_truth, reward, correct, parts, rollout.failure))
+        turns = rollout.turn_rewards or ()
+        parts = means_of_turns(turns) | parts
+        failure = rollout.failure
+        scored.set_result(ScoredResponse(prompt, response, ground_truth, reward, correct, parts, failure, turns))
         return scored
 
     def submit(
@@ -131,10 +137,12 @@ class Scorer:
         truncated: bool = False,
         text: str | None = None,
         parts: Mapping[str, float] = MappingProxyType({}),
+        turns: Sequence[Sequence[Mapping[str, Any]]] = (),
     ) -> "Future[ScoredResponse]":
         """Score one response (int64 tokens); `task` is the data row, JSON. `text` is scored instead of the decoded
-        response; `parts` are added to the reward's own."""
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), ground_truth, task, truncated, text, parts)
+        response; `parts` are added to the reward's own. `turns`: see `Response`."""
+        prompt, response = tuple(prompt_P.tolist()), tuple(response_R.tolist())
+        work = _Work(prompt, response, ground_truth, task, truncated, text, parts, turns)
         self._work.put(work)
         return work.scored
 
@@ -168,7 +176,8 @@ class Scorer:
             try:
                 text = self._decoder.decode_response(work.response) if work.text is None else work.text
                 drawn = (len(work.response), work.truncated, array("i", work.response).tobytes())
-                one = Response(self._decoder.decode_prompt(work.prompt), text, work.ground_truth, work.task, *drawn)
+                prompt = self._decoder.decode_prompt(work.prompt)
+                one = Response(prompt, text, work.ground_truth, work.task, *drawn, turns=work.turns)
                 score = self._compared_with_nothing(work) or self._score_text(one)
                 score.add_done_callback(partial(self._settle_work, work, one))
             except Exception as error:  # noqa: BLE001 - boundary of a thread: the caller of `result` raises it
@@ -201,8 +210,9 @@ class Scorer:
     def _settle_work(self, work: _Work, one: Response, done: "Future[Score]") -> None:
         try:
             score, failure = self._outcome(done)
-            texts, parts = (one.prompt, one.response, one.ground_truth), {**score.parts, **work.parts}
-            work.scored.set_result(ScoredResponse(*texts, score.reward, score.correct, parts, failure))
+            texts, turns = (one.prompt, one.response, one.ground_truth), score.turn_rewards
+            parts = {**means_of_turns(turns), **score.parts, **work.parts}
+            work.scored.set_result(ScoredResponse(*texts, score.reward, score.correct, parts, failure, turns))
         except Exception as error:  # noqa: BLE001 - as above
             work.scored.set_exception(error)
 
@@ -227,6 +237,26 @@ class Scorer:
                     f"no score for {self._failures} responses in a row (reward.max_failures_in_a_row), for the "
                     f"last one because {error}; correct the reward and resume"
                 )
+
+
+def means_of_turns(rewards: Sequence[float]) -> dict[str, float]:
+    """Return the rewards of the first turns as parts of a reward: the metrics `reward/turn_1_mean` ..."""
+    return {f"turn_{turn}": reward for turn, reward in enumerate(rewards[:_SHOWN_TURNS], 1)}
+
+
+def turn_rewards_column(rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]) -> Column:
+    """Return the column `turn_rewards`, float32 [number of turns] each: with one reward, it is the last turn's; NaN
+    where scoring failed. A rollout that drew nothing has one turn."""
+    rows = []
+    for rollout, score in zip(rollouts, scores, strict=True):
+        number = max(1, rollout.num_trained_turns)
+        if math.isnan(score.reward):
+            turns: Sequence[float] = [math.nan] * number
+        else:
+            turns = score.turn_rewards or [*[0.0] * (number - 1), score.reward]
+        assert len(turns) == number, f"{len(turns)} rewards for {number} turns"
+        rows.append(torch.tensor(turns, dtype=torch.float32))
+    return Column.of_rows(rows)
 
 
 def no_rewards(where: str, why: str) -> UserCodeFailed:

@@ -433,6 +433,7 @@ def open_rollouts(
         max_file_bytes=int(own.max_file_gb * 2**30),
         seal=secrets.token_bytes(32),
         stall_timeout_s=own.stall_timeout_s,
+        tells_turns=config.reward.is_called,
     )
     # All rows that admission can have open at once.
     admitted = schedule.step_rows * schedule.staleness.steps_in_flight
@@ -453,6 +454,10 @@ def _finished(request: RolloutRequest, message: Finished, *, beside_s: float) ->
         response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
         log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
         versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
+        turn_ids_A=torch.tensor([turn for one in samples for turn in one.turn_ids], dtype=torch.int32),
+        num_trained_turns=message.num_trained_turns,
+        turn_rewards=message.turn_rewards,
+        turn_messages=message.turn_messages,
         truncated=message.truncated,
         reward=message.reward,
         response=message.response,

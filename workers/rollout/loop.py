@@ -221,6 +221,7 @@ class RolloutLoop:
             group_filter=self._filter,
             group_reward=self._group_reward,
             failed=self._wake.set,
+            outputs=task.outputs,
         )
         self._waiting: deque[tuple[RolloutLease, RolloutRequest]] = deque()
         self._running: dict[int, RolloutLease] = {}

@@ -12,7 +12,7 @@ If groups are filtered, or rewarded as a whole, the responses of a group wait fo
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +24,9 @@ from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from workers.records.samples import SampleLog
 from workers.rewards.group_filter import GroupFilter
-from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer
+from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer, turn_rewards_column
 from workers.rows.finished import FinishedRollout
+from workers.settings.dataflow import TURN_IDS, TURN_REWARDS
 
 STOP_POLL_S = 0.2
 
@@ -74,6 +75,7 @@ class Outbox:
         group_filter: decides which groups are trained on; None: all.
         group_reward: rewards the members of a group together; None: each has its own reward.
         failed: called by the outbox's thread when `check` would raise.
+        outputs: columns of the rollout's task; those of turns are put if they are among them.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Outbox:
         group_filter: GroupFilter | None = None,
         group_reward: GroupReward | None = None,
         failed: Callable[[], None] = lambda: None,
+        outputs: Collection[str] = (),
     ) -> None:
         self._failed = failed
+        self._outputs = frozenset(outputs)
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
@@ -225,9 +229,13 @@ class Outbox:
             rollouts = [one.rollout for one in finished]
             rows = [one.index for one in rollouts]
             columns = _columns(rollouts)
+            if TURN_IDS in self._outputs:
+                columns[TURN_IDS] = Column.of_rows([_turn_ids(one) for one in rollouts])
             scores = rewarded or [one.score.result() for one in finished if one.score is not None]
             if scores and self._scorer is not None:
                 columns |= self._scorer.columns(scores)
+                if TURN_REWARDS in self._outputs:
+                    columns[TURN_REWARDS] = turn_rewards_column(rollouts, scores)
                 self._write_samples(lease, rollouts, scores)
             if self._teaches_nothing(lease, rows, scores):
                 lease.lease.filter(rows)
@@ -275,6 +283,11 @@ class _Rewarded:
     finished: "list[_Finished]"
     scores: "Future[Sequence[ScoredResponse]]"
     epoch: int
+
+
+def _turn_ids(rollout: FinishedRollout) -> Tensor:
+    given = rollout.turn_ids_A
+    return torch.zeros(len(rollout.log_probs_A), dtype=torch.int32) if given is None else given
 
 
 def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:

@@ -39,6 +39,10 @@ class FinishedRollout:
     truncated: bool  # Its response was cut, or a limit ended it
     reward: float | None = None  # From its function; None: `reward.function` decides. NaN: there is none.
     response: str | None = None  # Text to be scored; None: the drawn tokens' text
+    turn_ids_A: Tensor | None = None  # int32 [A], the turn that drew each token (`TURN_IDS`); None: there is one
+    num_trained_turns: int = 1
+    turn_rewards: Sequence[float] | None = None  # From its function, of each of them; `reward` is their sum
+    turn_messages: Sequence[Sequence[Mapping[str, Any]]] = ()  # See `Finished`
     metrics: Mapping[str, float] = field(default_factory=dict)  # Numbers from its function, by name
     conversations: Sequence[Sequence[Mapping[str, Any]]] = ()  # Messages of each sample, for people to read
     turns: int = 1  # Calls of the policy

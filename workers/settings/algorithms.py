@@ -1,6 +1,7 @@
 """Settings of the algorithms: one class each, with its tasks and checks. Torch-free: `--dry-run` reads this.
 
 PolicyConfig            what every policy loss has
+  |- TurnCreditConfig   turns of a rollout may be credited by themselves: all but GSPO, SFT and Distill
   |- SFTConfig          no rollouts: the data hold what is trained
   |- DistillConfig      each token is compared with a teacher
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting moves it into the reward
@@ -23,7 +24,15 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, fiel
 from asyncflow.errors import ConfigError
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from workers.settings.dataflow import ACTOR_TRAIN, CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+from workers.settings.dataflow import (
+    ACTOR_TRAIN,
+    CRITIC_TRAIN,
+    SAMPLE_COLUMNS,
+    TURN_IDS,
+    TURN_REWARDS,
+    Task,
+    critic_free_tasks,
+)
 
 
 class OffPolicyConfig(Settings):
@@ -215,6 +224,16 @@ class PolicyConfig(Settings):
         return False
 
     @property
+    def credits_turns(self) -> bool:
+        """Whether a turn's tokens are credited with the rewards from that turn on, instead of the rollout's."""
+        return False
+
+    @property
+    def in_turn_order(self) -> bool:
+        """Whether a token's advantage depends on tokens that its rollout drew later, in whichever sample."""
+        return self.credits_turns
+
+    @property
     def filters_groups(self) -> bool:
         return self.group_filter is not None
 
@@ -257,6 +276,33 @@ class KlLossConfig(PolicyConfig):
         return 0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator
 
 
+class TurnCreditConfig(PolicyConfig):
+    """What the tokens of a rollout of several turns are credited with."""
+
+    credit: Literal["rollout", "turn"] = "rollout"
+    """What the tokens of a rollout of several turns are credited with. `rollout`: its reward, the sum of its turns'
+    rewards; `turn`: the rewards of their own turn and of later ones (docs/agents.md)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """With `credit: turn`: discount of a later turn's reward, per turn."""
+
+    @model_validator(mode="after")
+    def _gamma_is_read(self) -> Self:
+        if self.gamma != 1 and not self.credits_turns:
+            raise ValueError(
+                f"gamma {self.gamma:g} discounts later turns, with credit turn; set that, or leave gamma out"
+            )
+        return self
+
+    @property
+    def credits_turns(self) -> bool:
+        return self.credit == "turn"
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        inputs = super().advantage_inputs
+        return (*inputs, TURN_IDS, TURN_REWARDS) if self.credits_turns else inputs
+
+
 class GroupConfig(KlLossConfig):
     """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300)."""
 
@@ -266,7 +312,7 @@ class GroupConfig(KlLossConfig):
     """Added to the deviation, so that a group with equal rewards yields zeros."""
 
 
-class GRPOConfig(PPOClipConfig, GroupConfig):
+class GRPOConfig(PPOClipConfig, TurnCreditConfig, GroupConfig):
     """Group-relative policy optimization: Shao et al. 2024 (arXiv 2402.03300).
 
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant` with `scale_advantages_by_std:
@@ -278,7 +324,7 @@ class GRPOConfig(PPOClipConfig, GroupConfig):
     """Name of the algorithm."""
 
 
-class CISPOConfig(GroupConfig):
+class CISPOConfig(TurnCreditConfig, GroupConfig):
     """GRPO with the ratio as a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
 
     implementation = "workers.algorithms.algorithm:CISPO"
@@ -292,7 +338,7 @@ class CISPOConfig(GroupConfig):
     `cap`."""
 
 
-class DPPOConfig(GroupConfig):
+class DPPOConfig(TurnCreditConfig, GroupConfig):
     """GRPO with a trust region on a divergence of probabilities instead of a ratio: Qi et al. 2026 (arXiv 2602.04879).
 
     The divergence is from the policy that drew the token, whatever `off_policy.method` says. The authors also measure
@@ -318,7 +364,7 @@ class DPPOConfig(GroupConfig):
         return self
 
 
-class DAPOConfig(PPOClipConfig, KlLossConfig):
+class DAPOConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):
     """GRPO with a higher upper clip, dynamic sampling of groups, and a penalty for overlong responses: arXiv
     2503.14476."""
 
@@ -338,7 +384,8 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
-        return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
+        inputs = super().advantage_inputs
+        return (*inputs, "response_mask") if self.overlong_buffer_tokens else inputs
 
     def check(self, run: Any) -> None:
         """Refuse an overlong buffer that begins before the first token: it would penalize all responses alike."""
@@ -379,7 +426,7 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
             )
 
 
-class RLOOConfig(PPOClipConfig, PolicyConfig):
+class RLOOConfig(PPOClipConfig, TurnCreditConfig):
     """Reward minus the mean reward of the prompt's other responses, with the KL penalty in the reward: arXiv
     2402.14740."""
 
@@ -390,7 +437,7 @@ class RLOOConfig(PPOClipConfig, PolicyConfig):
     """`constant` is the paper's sum over a response's tokens, times a constant."""
 
 
-class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
+class ReinforcePlusPlusConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):
     """Advantages normalized over the whole step: Hu et al. 2025 (arXiv 2501.03262).
 
     Training begins after the step's last response, so none of a step's training overlaps with its own generation.
@@ -416,9 +463,8 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
         return self.baseline == "none"
 
     @property
-    def advantage_inputs(self) -> tuple[str, ...]:
-        inputs = super().advantage_inputs
-        return (*inputs, "sample_lengths", "response_mask") if self.has_reward_penalty else inputs
+    def in_turn_order(self) -> bool:
+        return self.credits_turns or self.has_reward_penalty
 
     @property
     def min_group_size(self) -> int:
@@ -459,15 +505,21 @@ class DistillConfig(PPOClipConfig, PolicyConfig):
             )
 
 
-class PPOConfig(PPOClipConfig, KlLossConfig):
+class PPOConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):
     """A critic trained beside the policy, and generalized advantages (GAE) per token: arXiv 1707.06347, 1506.02438."""
 
     implementation = "workers.algorithms.algorithm:PPO"
     ratio_bounds = (*PPOClipConfig.ratio_bounds, "value_clip")
     name: Literal["ppo"] = "ppo"
     """Name of the algorithm."""
+    credit: Literal["rollout", "turn"] = "rollout"
+    """Where the rewards of a rollout of several turns are paid. `rollout`: their sum at its last token; `turn`: each at
+    the last token of its turn (docs/agents.md)."""
+    gae_timestep_unit: Literal["token", "turn"] = "token"
+    """A step of GAE, which `gamma` and `lam` refer to: a drawn token, or a whole turn of a rollout of several, whose
+    tokens then have one advantage."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of rewards per token."""
+    """Discount of rewards per step of GAE: per token, or per turn (`gae_timestep_unit`)."""
     lam: float = Field(0.95, ge=0, le=1)
     """GAE's lambda. 0: one-step errors, which trust the critic; 1: the whole response's reward minus its value."""
     whiten_advantages: bool = True
@@ -483,6 +535,14 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
     value_loss_coef: float = Field(1.0, gt=0)
     """Factor on the critic's loss. The critic has its own optimizer, so this only changes how soon `critic.grad_clip`
     acts."""
+
+    @model_validator(mode="after")
+    def _gamma_is_read(self) -> Self:
+        return self  # by GAE, always
+
+    @property
+    def in_turn_order(self) -> bool:
+        return True
 
     @property
     def whole_step(self) -> bool:
@@ -502,7 +562,7 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
-        return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
+        return (*super().advantage_inputs, "values")
 
     def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
         """Return the tasks (arXiv 1707.06347, algorithm 1): a critic computes values, trains on the returns, and hosts
@@ -628,6 +688,10 @@ class OutsideConfig(KlLossConfig):
     @property
     def min_group_size(self) -> int:
         return self.needs_group_size
+
+    @property
+    def credits_turns(self) -> bool:
+        return any(TURN_REWARDS in task.inputs for task in self.dataflow)
 
     @property
     def whole_step(self) -> bool:

@@ -39,8 +39,11 @@ SOURCES = "sources"
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 # All columns that admission may write.
 ADMITTED = frozenset({*PROMPT_COLUMNS, *SAMPLE_COLUMNS, TASKS, SOURCES})
+# Of rollouts of several turns, if a task reads them: the number of the turn that drew each token, from 0 in the order
+# in which the turns ended; the reward of each turn, in that order.
+TURN_IDS, TURN_REWARDS = "turn_ids", "turn_rewards"
 # Columns of AsyncFlow's own tasks with one value per drawn token.
-DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
+DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns", TURN_IDS)
 # Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
 # The parts of a user's reward: numbers by name, for the metrics.
@@ -50,7 +53,7 @@ ADVANTAGES = "compute_advantages_and_returns"
 # Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 # Columns of AsyncFlow's own tasks with more than one value per response.
-TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
+TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, TURN_REWARDS)
 # Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 

@@ -96,3 +96,8 @@ class RewardConfig(Settings):
     def is_users(self) -> bool:
         """Whether the function is the user's own, local or behind a URL; it may report the parts of its rewards."""
         return ":" in self.function
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the function is the user's own, in a child process here."""
+        return self.is_users and not self.function.startswith(("http://", "https://"))

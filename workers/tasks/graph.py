@@ -12,6 +12,7 @@ from asyncflow.job import Job
 from tq.policies import StepSpec, TaskSpec, load_policy
 from workers.settings.dataflow import (
     ADMITTED,
+    ADVANTAGES,
     ALIASES,
     CRITIC_TRAIN,
     LOSS_WEIGHTS,
@@ -26,6 +27,8 @@ from workers.settings.dataflow import (
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
     TRAINERS,
+    TURN_IDS,
+    TURN_REWARDS,
     NeededWeights,
     PlacedTask,
     Task,
@@ -42,7 +45,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
     if config.rollout.is_own:
-        graph = with_own_rollout(graph)
+        graph = with_own_rollout(graph, in_turn_order=config.algorithm.in_turn_order)
     elif config.sends_tasks:
         graph = tuple(replace(one, inputs=(*one.inputs, TASKS)) if one.name == "rewards" else one for one in graph)
     if config.has_reward_parts:
@@ -62,8 +65,20 @@ def prompt_columns(config: RunConfig) -> tuple[str, ...]:
     return (*PROMPT_COLUMNS, *samples, *(name for name, is_wanted in wanted.items() if is_wanted))
 
 
-def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the graph of a run whose rollouts are the user's own: they get whole data rows."""
+def with_own_rollout(graph: Sequence[Task], *, in_turn_order: bool = False) -> tuple[Task, ...]:
+    """Return the graph of a run whose rollouts are the user's own: they get whole data rows, and say of their turns
+    what a task reads. `in_turn_order`: advantages are computed along a rollout's tokens, in the order of its turns."""
+    if in_turn_order:
+        graph = [
+            replace(task, inputs=tuple(dict.fromkeys((*task.inputs, TURN_IDS)))) if task.name == ADVANTAGES else task
+            for task in graph
+        ]
+    read = {name for task in graph for name in task.inputs}
+    written = {"actor_rollout": TURN_IDS, "rewards": TURN_REWARDS}
+    graph = [
+        replace(task, outputs=(*task.outputs, written[task.name])) if written.get(task.name) in read else task
+        for task in graph
+    ]
     inputs = ("prompts", TASKS, "ground_truth")
     return tuple(replace(task, inputs=inputs) if task.name == "actor_rollout" else task for task in graph)
 

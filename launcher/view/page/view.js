@@ -387,8 +387,9 @@ function sampleNode(row) {
     : [[{ role: "user", content: row.prompt }, { role: "assistant", content: row.response }]];
   const versions = (row.versions || []).map(([version, count]) => count + " by version " + version).join(", ");
   const parts = Object.entries(row.metrics || {}).map(([name, value]) => name + " " + number(value)).join(", ");
+  const turns = row.turn_rewards && row.turn_rewards.length ? ` (turns: ${row.turn_rewards.map(number).join(", ")})` : "";
   return el("article", { class: "sample" },
-    el("div", { class: "facts" }, el("b", null, row.reward === null || row.reward === undefined ? "no reward" : "reward " + number(row.reward)),
+    el("div", { class: "facts" }, el("b", null, row.reward === null || row.reward === undefined ? "no reward" : "reward " + number(row.reward) + turns),
       (String(row.file || "").startsWith("evaluate") ? " · held out" : "") + ` · step ${row.step} · group ${row.group} · row ${row.index} · ${row.response_tokens ?? "?"} tokens`
       + (versions ? ` (${versions})` : "") + (row.truncated ? " · truncated" : "") + (parts ? " · " + parts : "")),
     talks.map((talk) => el("div", { class: "talk" }, talk.map(bubble))),

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import UserCodeFailed, printable
-from workers.agents import Context, Model, Reply, api
+from workers.agents import Context, Model, Reply, Sample, api
 from workers.agents.turns import ChatRequest
+from workers.agents.wire import attempt_done
+from workers.agents.worker import _done
 from workers.rewards.base import metrics_of, reward_of
 
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "6*7?"}]
@@ -137,3 +140,46 @@ def test_texts_are_made_printable_once() -> None:
     escaped = printable("caf\u00e9 \x1b[31m \ud800 it's \\n")
     assert escaped == "caf\u00e9 \\x1b[31m \\ud800 it's \\n"
     assert printable(escaped) == escaped
+
+
+def reply_of(node: int) -> Reply:
+    return Reply({"role": "assistant", "content": "yes"}, "stop", [1], node, attempt_id=1)
+
+
+def test_one_reward_for_a_rollout_or_one_for_each_reply() -> None:
+    async def never(request: ChatRequest) -> Reply:
+        raise AssertionError
+
+    model, first, second, aside = Model(never), *map(reply_of, (0, 2, 1))
+    whole = _done(1, model.sample([first, second], reward=[0.25, 1]), {})
+    assert (whole.nodes, whole.reward, whole.turn_rewards) == ([0, 2], None, {0: 0.25, 2: 1.0})
+    both = [model.sample([first, second], reward=(0.25, 1)), model.sample([first, aside], reward=[0.25, 2])]
+    assert _done(1, both, {}).turn_rewards == {0: 0.25, 2: 1.0, 1: 2.0}
+    plain = _done(1, [model.sample(first, reward=0.5), model.sample(aside)], {})
+    assert (plain.reward, plain.turn_rewards) == (0.5, None)
+    agent = attempt_done(1, [], *reward_of({"reward": [0, 1.5], "tests": 3}))
+    assert (agent.reward, agent.turn_rewards, agent.metrics) == (None, {0: 0.0, 1: 1.5}, {"tests": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([[1.0], None], "a sample of 2 replies has 1 rewards; give one for each reply, in order, or one number"),
+        ([[0.25, 1.0], [0.5, 1.0]], "two samples share a reply and give it rewards 0.25 and 0.5; give it the same"),
+        ([[0.25, 1.0], 0.5], "some samples of the rollout have one reward, others one per reply"),
+        ([[0.25, float("nan")], None], "the reward of turn 2 of 2 is nan; give a number"),
+        ([[3e38, 3e38], None], "the sum of the turns' rewards is 6e"),
+        ([["1", 2.0], None], "the reward is "),
+        ([[], None], "the reward is "),
+        ([{0: 1.0}, None], "the reward is "),
+    ],
+)
+def test_rewards_of_turns_that_would_train_something_else_are_refused(rewards: Sequence[Any], words: str) -> None:
+    replies = [reply_of(0), reply_of(2)], [reply_of(0), reply_of(1)]
+    samples = [
+        Sample(last.node, reward, earlier=(first.node,), attempt_id=1)
+        for (first, last), reward in zip(replies, rewards, strict=True)
+    ]
+    with pytest.raises(UserCodeFailed) as raised:
+        _done(1, samples, {})
+    assert words in str(raised.value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.errors import UserCodeFailed
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
 from workers.agents.attempt import Attempt, BudgetIsSpent
@@ -104,3 +105,43 @@ def test_a_template_that_ignores_tools_is_the_agents_error_also_where_tokens_are
 
     with pytest.raises(BadAgentRequest, match="tools: .* ignores tools"):
         asyncio.run(count())
+
+
+def test_rewards_of_turns_are_in_their_order_and_the_rollouts_is_their_sum() -> None:
+    attempt = attempt_of(tells_turns=True)
+    first, second, aside = asyncio.run(asked_thrice(attempt))
+    result = attempt.result(
+        AttemptDone(1, [], None, {}, turn_rewards={aside: 0.5, first: 0.25, second: -1.0}), spent=False
+    )
+    assert (result.turn_rewards, result.reward, result.num_trained_turns) == ([0.25, -1.0, 0.5], -0.25, 3)
+    said = {"role": "assistant", "content": "yes"}
+    assert result.turn_messages == [[*ASKED, said], [*MORE, said], [*MORE, said]]
+    alone = attempt.result(AttemptDone(1, [second], None, {}, turn_rewards={first: 1.0, second: 2.0}), spent=False)
+    assert (alone.turn_rewards, alone.num_trained_turns) == ([1.0, 2.0], 2)
+    plain = attempt.result(AttemptDone(1, [], 0.5, {}), spent=False)
+    assert (plain.turn_rewards, plain.reward) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {0: 1.0, 1: 1.0},
+            r"^rewards for 2 turns, but the rollout trains 3 \(turn 3 has none\); give one number for each",
+        ),
+        ({0: 1.0, 1: 1.0, 2: 0.0, 3: 0.0}, "^rewards for 4 turns, but the rollout trains 3; give"),
+    ],
+)
+def test_as_many_rewards_as_trained_turns_or_none(given: dict[int, float], words: str) -> None:
+    attempt = attempt_of()
+    asyncio.run(asked_thrice(attempt))
+    with pytest.raises(UserCodeFailed, match=words):
+        attempt.result(AttemptDone(1, [], None, {}, turn_rewards=given), spent=False)
+
+
+async def asked_thrice(attempt: Attempt) -> list[int]:
+    """A conversation of two turns, and another one of one."""
+    first = await attempt.complete_turn(ChatRequest(ASKED), draw=draw_yes)
+    second = await attempt.complete_turn(ChatRequest([*ASKED, first.message, *MORE]), draw=draw_yes)
+    aside = await attempt.complete_turn(ChatRequest(MORE), draw=draw_yes)
+    return [first.node, second.node, aside.node]

@@ -15,6 +15,7 @@ from workers.agents.agent_checks import usable
 from workers.agents.turns import Message
 from workers.agents.worker import load_rollout
 
+REWARDS = [-0.25, -0.25, 1.0]
 closed: list["Guess"] = []
 
 
@@ -71,9 +72,9 @@ def guessed(environment: type[Environment], *replies: str | Message, tools: Any 
     return played(environment, *replies, task={"number": 7}, tools=tools)
 
 
-def test_rewards_add_up_until_a_step_is_the_last() -> None:
+def test_each_reply_has_its_steps_reward_until_a_step_is_the_last() -> None:
     game = guessed(Guess, "3", "4", "7", "never")
-    assert (game.sample.reward, game.sample.node) == (0.5, 3)
+    assert (game.sample.reward, game.sample.earlier, game.sample.node) == (REWARDS, (1, 2), 3)
     assert [message["content"] for message in game.last.messages] == ["Which number?", "3", "no 1", "4", "no 2"]
 
 
@@ -93,7 +94,7 @@ def test_tools_are_methods_that_see_the_state_and_cost_no_step() -> None:
     replies = call("is_larger", '{"than": 3}'), call("shout", '{"text": "a"}'), call("reset", "{}"), "7"
     game = guessed(Guess, *replies, tools=[shout])
     last = game.last
-    assert game.sample.reward == 1.0
+    assert game.sample.reward == [0.0, 0.0, 0.0, 1.0]
     told = [message["content"] for message in last.messages if message["role"] == "tool"]
     assert told[:2] == ["true", "A"] and "no tool is called 'reset'" in told[2]
     assert [described["function"]["name"] for described in last.tools or ()] == ["is_larger", "shout"]
@@ -110,7 +111,7 @@ def test_coroutines_and_messages_will_do_and_the_default_step_leaves_the_reward_
 
 def test_what_was_earned_counts_when_the_budget_is_spent() -> None:
     game = guessed(Guess, "3", "4")
-    assert (game.sample.reward, game.sample.node) == (-0.5, 2)
+    assert (game.sample.reward, game.sample.node) == (REWARDS[:2], 2)
     with pytest.raises(BudgetSpent):
         guessed(Guess)
 

@@ -47,14 +47,14 @@ def test_an_episode_is_a_rollout_whose_rewards_add_up() -> None:
     row = Episodes("Digits-v0", instruction="Repeat.", most=10).task(0, 0)
     number = played(TextEnvironment, "a", task=row).last.messages[1]["content"]
     game = played(TextEnvironment, "a", f" {number}\n", "never", task=row)
-    assert game.sample.reward == 0.5
+    assert game.sample.reward == [-0.5, 1.0]
     assert [message["content"] for message in game.last.messages] == ["Repeat.", number, "a", "Not a!"]
     assert closed == [10, 10, 10]
 
 
 def test_an_episode_that_gymnasium_cuts_ends_the_rollout() -> None:
     game = played(TextEnvironment, "a", "b", "c", "never", task={"env": "Digits-v0"})
-    assert (game.sample.reward, game.sample.node) == (-1.5, 3)
+    assert (game.sample.reward, game.sample.node) == ([-0.5] * 3, 3)
 
 
 def test_tasks_are_a_function_of_seed_and_index() -> None:

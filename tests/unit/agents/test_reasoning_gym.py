@@ -17,7 +17,8 @@ SUMS = {"basic_arithmetic": {"min_terms": 2, "max_terms": 2, "operators": ["+"]}
 
 def rewarded(row: dict[str, Any], *replies: str) -> Sequence[float | None]:
     sent = json.loads(json.dumps(row))
-    return [played(Puzzle, reply, task=sent).sample.reward for reply in replies]
+    each: list[Any] = [played(Puzzle, reply, task=sent).sample.reward for reply in replies]
+    return [None if one is None else sum(one) for one in each]
 
 
 def test_rows_are_a_function_of_seed_and_index_and_take_data_sets_by_turns() -> None:

@@ -102,6 +102,22 @@ def test_the_same_request_again_is_a_fork_whose_shared_part_is_trained_once() ->
     assert len(sample.log_probs) == len(sample.versions) == sum(sample.response_mask)
 
 
+def test_turns_are_numbered_as_they_ended_over_all_samples_that_are_trained() -> None:
+    """A sub-agent's two turns end between the two of its caller, whose sample comes second."""
+    rollout = Rollout()
+    caller = rollout.reply(ASKED, "42<|im_end|>")
+    sub = rollout.reply([{"role": "user", "content": "7*6?"}], "yes<|im_end|>")
+    rollout.reply([{"role": "user", "content": "7*6?"}, as_sent_back(sub), *MORE], "no<|im_end|>")
+    last = rollout.reply([*ASKED, as_sent_back(caller), *MORE], "42<|im_end|>")
+    session = rollout.session
+    assert [sorted(set(one.turn_ids)) for one in session.collect_samples()] == [[1, 2], [0, 3]]
+    for sample in session.collect_samples():
+        assert len(sample.turn_ids) == sum(sample.response_mask)
+    assert session.trained_turns([sub.node, last.node]) == [0, 1, 3]
+    (first, second) = session.collect_samples([sub.node, last.node])
+    assert (set(first.turn_ids), set(second.turn_ids)) == ({1}, {0, 2})
+
+
 def test_replies_that_read_the_same_are_each_gone_on_from() -> None:
     rollout = Rollout()
     twins = [rollout.reply(ASKED, "42<|im_end|>") for _ in range(2)]

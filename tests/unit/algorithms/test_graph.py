@@ -8,6 +8,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import AT_START, check_rules
 from workers.settings.algorithms import GRPOConfig, PPOConfig
 from workers.settings.dataflow import NeededWeights, PlacedTask, place_tasks
 from workers.settings.tasks import UserTaskConfig
@@ -150,3 +151,55 @@ def test_controllers_treat_the_critic_as_a_trainer() -> None:
     for name in ("actor_train", "critic_train"):
         assert specs[name].keeps_leases and specs[name].max_deliveries == 0 and specs[name].whole_groups
     assert specs["critic_train"].outputs == {"advantages"} and not specs["ref_log_probs"].keeps_leases
+
+
+TOOLS = ("rollout.function=tools", "rollout.tools=[configs.quickstart_tools.tools:multiply]")
+SEVERAL_TURNS = {"turn_ids", "turn_rewards"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "outputs", "inputs"),
+    [
+        (("algorithm.name=grpo",), set(), set()),
+        (("algorithm.name=gspo",), set(), set()),
+        (("algorithm.name=grpo", "algorithm.credit=turn"), SEVERAL_TURNS, SEVERAL_TURNS),
+        (("algorithm.name=rloo", "algorithm.credit=turn", "algorithm.kl_coef=0.1"), SEVERAL_TURNS, SEVERAL_TURNS),
+        (("algorithm.name=reinforce_plus_plus",), set(), set()),
+        (("algorithm.name=reinforce_plus_plus", "algorithm.kl_coef=0.1"), {"turn_ids"}, {"turn_ids"}),
+        (("algorithm.name=ppo",), {"turn_ids"}, {"turn_ids"}),
+        (("algorithm.name=ppo", "algorithm.credit=turn"), SEVERAL_TURNS, SEVERAL_TURNS),
+    ],
+)
+def test_columns_of_turns_travel_only_where_advantages_read_them(
+    settings: tuple[str, ...], outputs: set[str], inputs: set[str]
+) -> None:
+    settings = ("algorithm.kl_coef=0", *settings)
+    config = load_config(find_recipe("quickstart"), overrides=(*settings, *TOOLS))
+    roles = ("rollout", "actor", "advantages", *(("critic",) if config.algorithm.has_critic else ()))
+    roles += ("ref", "actor_fwd") if config.algorithm.has_reward_penalty else ()
+    placed = {task.name: task for task in place_tasks(graph_of(config), roles)}
+    assert SEVERAL_TURNS & set(placed["actor_rollout"].outputs) == outputs
+    assert SEVERAL_TURNS & set(placed["compute_advantages_and_returns"].inputs) == inputs
+    if "algorithm.credit=turn" not in settings:
+        single = graph_of(load_config(find_recipe("quickstart"), overrides=settings))
+        assert not any(SEVERAL_TURNS.intersection((*task.inputs, *task.outputs)) for task in single)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("algorithm.credit=turn",), "algorithm.credit: turn is for rollouts of several turns, and this run draws one"),
+        (
+            ("algorithm.name=ppo", "algorithm.gae_timestep_unit=turn"),
+            "algorithm.gae_timestep_unit: turn is for rollouts of several turns",
+        ),
+        (
+            ("algorithm.credit=turn", "reward.group_function=m:f", *TOOLS),
+            "algorithm.credit: turn cannot be used with reward.group_function, which gives each rollout one reward",
+        ),
+    ],
+)
+def test_a_credit_of_turns_that_there_are_not_is_refused(settings: tuple[str, ...], message: str) -> None:
+    config = load_config(find_recipe("quickstart"), overrides=settings)
+    with pytest.raises(ConfigError, match=message):
+        check_rules(config, AT_START)

@@ -123,7 +123,7 @@ def test_a_mask_of_samples_leaves_out_single_ones() -> None:
     assert moved == [True, True, False, True, False, True, True]  # the third is far off, the fifth has no token
 
 
-def test_gae_steps_from_drawn_token_to_drawn_token_of_one_sample() -> None:
+def test_gae_steps_from_drawn_token_to_drawn_token_of_all_samples_and_pays_once() -> None:
     ppo = make(name="ppo", gamma=0.9, lam=0.8, kl_coef=0.1, kl_placement="reward")
     assert isinstance(ppo, PPO)
     rows = make_rows()
@@ -131,25 +131,24 @@ def test_gae_steps_from_drawn_token_to_drawn_token_of_one_sample() -> None:
     expected: list[float] = []
     value, penalty, place = rows["values"].values.tolist(), (0.1 * (OLD - REF)).tolist(), 0
     for reward, rollout in zip(REWARDS, DRAWN, strict=True):
-        for count in rollout:
-            advantage, later = 0.0, 0.0
-            ours: list[float] = []
-            for t in reversed(range(place, place + count)):
-                gain = (reward if t == place + count - 1 else 0.0) - penalty[t]
-                advantage = gain + 0.9 * later - value[t] + 0.9 * 0.8 * advantage
-                later = value[t]
-                ours.insert(0, advantage)
-            expected += ours
-            place += count
+        count, advantage, later = sum(rollout), 0.0, 0.0
+        ours: list[float] = []
+        for t in reversed(range(place, place + count)):
+            gain = (reward if t == place + count - 1 else 0.0) - penalty[t]
+            advantage = gain + 0.9 * later - value[t] + 0.9 * 0.8 * advantage
+            later = value[t]
+            ours.insert(0, advantage)
+        expected += ours
+        place += count
     assert found["advantages"].values.tolist() == pytest.approx(expected, rel=1e-5)
     assert found["returns"].lengths.equal(rows["values"].lengths)
 
 
-def test_a_penalty_to_come_ends_with_its_sample() -> None:
+def test_a_penalty_to_come_ends_with_its_rollout() -> None:
     algorithm = make(name="reinforce_plus_plus", kl_coef=0.1)
-    found = algorithm.advantages(make_rows(), group_size=1)["advantages"].values.split(SAMPLES)
-    rewards = [reward for reward, rollout in zip(REWARDS, DRAWN, strict=True) for _ in rollout]
-    for ours, penalty, reward in zip(found, (OLD - REF).split(SAMPLES), rewards, strict=True):
+    drawn = [sum(rollout) for rollout in DRAWN]
+    found = algorithm.advantages(make_rows(), group_size=1)["advantages"].values.split(drawn)
+    for ours, penalty, reward in zip(found, (OLD - REF).split(drawn), REWARDS, strict=True):
         to_come = penalty.flip(0).cumsum(0).flip(0)
         assert ours.tolist() == pytest.approx((reward - 0.1 * to_come).tolist(), rel=1e-5, abs=1e-6)
 

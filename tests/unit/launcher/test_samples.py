@@ -31,7 +31,7 @@ def run_dir(tmp_path: Path) -> Path:
         line(2, 1, 0.5),
         line(2, 2, -1.0),
         line(2, 3, None),
-        line(2, 4, 2.0, conversations=talk, samples=runs),
+        line(2, 4, 2.0, conversations=talk, samples=runs, turn_rewards=[-0.5, 2.5]),
     ]
     texts = [json.dumps(one) for one in lines]
     (tmp_path / "samples" / "rollout-0.jsonl").write_text("\n".join(texts) + '\n{"step": 2, "gro')
@@ -46,6 +46,7 @@ def test_the_worst_and_the_best_of_the_newest_step_are_shown(run_dir: Path) -> N
     text = samples_text(run_dir, steps=None, worst=2, best=1, number=4)
     assert shown(text) == [2, 1, 4]
     assert "-> multiply" in text
+    assert "row 4: reward 2 (turns: -0.5, 2.5), 2 tokens" in text and "row 1: reward 0.5, 2 tokens" in text
     assert "[tool] eight" in text
     assert "[tokens] <user>how much<asst>«<call>2<eos>»<tool>eight\\x1b\n" in text
 

@@ -146,6 +146,7 @@ def test_parameters_that_are_not_known_are_refused_with_those_that_are(
                 "response": "r",
                 "more": {
                     "prompt": "p", "ground_truth": "g", "task": {"level": 3}, "num_tokens": 2, "truncated": True,
+                    "turns": [[{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]],
                 },
             },
         ),
@@ -159,7 +160,7 @@ def test_parameters_that_are_not_known_are_refused_with_those_that_are(
 def test_values_are_bound_by_name(module: Path, head: str, signature: str, said: object) -> None:
     module.write_text(f"{head} f{signature}: return locals()\n")
     callee = user_reward("my_rewards:f")
-    value = callee.function(*callee.takes(("p", "r", "g", '{"level": 3}', 2, True, b"")))
+    value = callee.function(*callee.takes(("p", "r", "g", '{"level": 3}', 2, True, b"", [])))
     assert (asyncio.run(value) if inspect.iscoroutine(value) else value) == said
 
 
@@ -377,3 +378,26 @@ def test_numbers_and_truth_of_any_library_become_ours(value: object) -> None:
 )
 def test_a_dict_is_a_reward_with_named_parts_and_what_is_no_number_is_none(value: object, expected: Score) -> None:
     assert score_of(value) == expected
+
+
+def test_a_function_may_reward_each_turn_by_what_the_policy_read_and_said(module: Path, load: Load) -> None:
+    module.write_text(
+        "def each(turns):\n    return [len(turn) / 4 - (turn[-1]['content'] == 'no') for turn in turns]\n"
+        "def scored(turns):\n    return {'score': [1.0] * len(turns), 'correct': False, 'calls': len(turns)}\n"
+        "def few(response):\n    return [0.5]\n"
+    )
+    turns = [[{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "no"}], [{"content": "42"}]]
+    more = ("4", "{}", 1, False, b"", turns)
+    each = load("my_rewards:each")("6*7?", "42", *more)
+    assert each == Score(-0.25, False, {}, (-0.5, 0.25))
+    assert load("my_rewards:scored")("6*7?", "42", *more) == Score(2.0, False, {"calls": 2.0}, (1.0, 1.0))
+    assert load("my_rewards:each")("1+1=", "no", "2") == Score(-0.5, False, {}, (-0.5,))  # one response is one turn
+    with pytest.raises(UserCodeFailed, match="returned 1 rewards on response '42', which has 2 turns; return one for"):
+        load("my_rewards:few")("6*7?", "42", *more)
+
+
+def test_a_scorer_of_texts_alone_gives_one_number() -> None:
+    with pytest.raises(UserCodeFailed, match="instead of a number"):
+        score_of([1.0])
+    with pytest.raises(UserCodeFailed, match="a reward must be a number that float32 holds"):
+        as_score([1.0, float("nan")], what="m:f", response="x", num_turns=2)
