@@ -80,16 +80,25 @@ def test_conversations_are_trained_by_the_models_template(tmp_path: Path) -> Non
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "roles"),
+    [
+        ("{name: distill}", "rollout:1,actor:1,ref:1"),
+        ("{name: distill, top_k: 6}", "rollout:1,actor:1"),
+        ("{name: distill, top_k: 6, reward_coef: 0.1}", "rollout:1,actor:2,ref:2"),
+    ],
+)
+def test_a_student_comes_near_its_teacher(tmp_path: Path, algorithm: str, roles: str) -> None:
     done = command.run("sft", "--run-dir", "teacher", "--steps", "40", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     settings = (
         "--set",
-        "algorithm={name: distill}",
+        f"algorithm={algorithm}",
         "--set",
         f"ref.path={tmp_path}/teacher/checkpoints/step_000040/hf",
+        *(("--set", "ref.engine=fsdp", "--set", "ref.shards=2") if "ref:2" in roles else ()),
     )
-    placed = ("--roles", "rollout:1,actor:1,ref:1", "--steps", "12", "--run-dir", "student")
+    placed = ("--roles", roles, "--steps", "12", "--run-dir", "student")
     done = command.run("quickstart", *settings, *placed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = command.lines(tmp_path / "student/metrics.jsonl")

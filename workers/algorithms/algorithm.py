@@ -17,7 +17,7 @@ Legend of shapes: N samples, A their drawn tokens, packed.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -57,7 +57,7 @@ from workers.settings.algorithms import (
     RLOOConfig,
     SFTConfig,
 )
-from workers.settings.dataflow import LOSS_WEIGHTS
+from workers.settings.dataflow import LOSS_WEIGHTS, REF_TOP_COLUMNS
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
@@ -79,6 +79,8 @@ class Algorithm(ABC, Generic[SettingsT]):
     # The loss is a sum over samples, none of which looks at another, so a pipeline may train a micro-batch piece by
     # piece. A subclass declares this for itself, in its own body: what it overrides may look at all samples.
     per_sample: ClassVar[bool] = False
+    # Column with ids of tokens whose log-probabilities the loss needs, equally many for each drawn token; None: none.
+    other_tokens: str | None = None
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         self._config = config
@@ -138,7 +140,7 @@ class Algorithm(ABC, Generic[SettingsT]):
             device: where the engine computes.
         """
         names = ["rollout_log_probs"]
-        names += ["ref_log_probs"] if self._config.kl_coef > 0 else []
+        names += ["ref_log_probs"] if self._config.kl_coef > 0 and self.other_tokens is None else []
         names += ["old_log_probs"] if "old_log_probs" in batch.columns else []
         own = [drawn(batch), self._token_weights(batch), token_advantages(batch)]
         length_N, weight_A, advantage_A, *rest = to_device([*own, *(batch[name].values for name in names)], device)
@@ -540,7 +542,8 @@ class Distill(Algorithm[DistillConfig]):
     """On-policy distillation (Gu et al. 2023, arXiv 2306.08543; Agarwal et al. 2023, arXiv 2306.13649, reverse KL).
 
     Advantage: of every token, log (teacher / policy), the reverse KL divergence's at the tokens that the policy drew
-    itself, without those to come; with `reward_coef`, plus GRPO's. Loss: clipped per token, mean over tokens. The
+    itself, without those to come; with `reward_coef`, plus GRPO's. Loss: clipped per token, mean over tokens; with
+    `top_k`, the divergence over the teacher's most likely tokens is a term of the loss instead of the advantage. The
     teacher is the reference (`ref.path`, role `ref`).
     """
 
@@ -549,16 +552,34 @@ class Distill(Algorithm[DistillConfig]):
 
     per_sample = True
 
+    def __init__(self, config: DistillConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
+        self.other_tokens = REF_TOP_COLUMNS[0] if config.top_k else None
+
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per drawn token, from `rewards`, `old_log_probs` and `ref_log_probs`."""
-        config, length_N = self._config, batch["old_log_probs"].lengths
+        """Return `advantages`, one per drawn token, from `rewards`, `old_log_probs` and `ref_log_probs`; with `top_k`
+        one per row, from `rewards`."""
+        config = self._config
+        reward_BG = batch["rewards"].values.reshape(-1, group_size)
+        group_N = config.reward_coef * group_advantages(reward_BG, eps=config.advantage_eps).flatten().double()
+        if config.top_k:
+            return {"advantages": Column.of_scalars(group_N.float())}
+        length_N = batch["old_log_probs"].lengths
         apart_A = token_penalties(batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        advantage_A = -config.kl_coef * apart_A
-        if config.reward_coef:
-            reward_BG = batch["rewards"].values.reshape(-1, group_size)
-            group_N = group_advantages(reward_BG, eps=config.advantage_eps).flatten().double()
-            advantage_A = advantage_A + config.reward_coef * group_N.repeat_interleave(length_N.long())
+        advantage_A = -config.kl_coef * apart_A + group_N.repeat_interleave(length_N.long())
         return {"advantages": Column(advantage_A.float(), length_N)}
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> MicroLoss:
+        """Like `Algorithm.loss`; with `top_k` from the teacher's `ref_top_log_probs` instead of `ref_log_probs`, for
+        the log-probabilities of `ref_top_ids` as third argument."""
+        loss = super().loss(batch, device=device)
+        if not self._config.top_k:
+            return loss
+        assert isinstance(loss, PolicyLoss)
+        (teacher_P,) = to_device([batch[REF_TOP_COLUMNS[1]].values], device)
+        num_drawn = len(loss.rollout_log_probs_A)
+        width = len(teacher_P) // max(1, num_drawn)
+        return replace(loss, teacher=(teacher_P.view(num_drawn, width), self._config.kl_coef))
 
 
 class SFT(Algorithm[SFTConfig]):

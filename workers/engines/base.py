@@ -331,7 +331,16 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
     sample = int(batch.prompt_lengths.argmin())
     if not int(batch.prompt_lengths[sample]):
         raise BadRequest(f"sample {sample} of a micro-batch begins with a drawn token; it needs one before it")
-    lowest, highest = int(batch.tokens_T.min()), int(batch.tokens_T.max())
+    ids = [batch.tokens_T]
+    if batch.others is not None:
+        sets, num_ids = batch.others, len(batch.others.ids_P)
+        if len(sets.counts_A) != batch.num_drawn or int(sets.counts_A.sum()) != num_ids:
+            raise BadRequest(
+                f"a micro-batch has {batch.num_drawn} drawn tokens, but sets of {num_ids} other tokens for "
+                f"{len(sets.counts_A)}"
+            )
+        ids += [sets.ids_P] if num_ids else []
+    lowest, highest = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
     if lowest < 0 or highest >= vocab_size:
         unknown = lowest if lowest < 0 else highest
         raise BadRequest(f"a micro-batch has token {unknown}; the model has {vocab_size} tokens")
@@ -379,6 +388,16 @@ class FrozenEngine(Protocol):
         """Create a directory and write the weights there as safetensors, in their own element type."""
 
 
+@runtime_checkable
+class TopTokensEngine(FrozenEngine, Protocol):
+    """A `FrozenEngine` that also gives a distribution's most likely tokens."""
+
+    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+        """Return the K most likely tokens where each drawn token was drawn, int32 [A, K], most likely first, and their
+        log-probabilities under the tempered distribution, float32 [A, K]; K is `k`, or the vocabulary if that is
+        smaller."""
+
+
 class TrainedEngine(Protocol):
     """Common to all training engines; all methods but `zero_grad` are collective over the ranks that hold the model."""
 
@@ -410,8 +429,9 @@ class SleepingTrainer(TrainedEngine, Sleeper, Protocol):
     copies of the policy, if it has any."""
 
 
-# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients.
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients. For a batch
+# with `Sequences.others` a third argument has their log-probabilities, [P], with gradient.
+LossFunction = Callable[..., Tensor]
 
 
 @runtime_checkable

@@ -277,9 +277,9 @@ class ComparedLoss:
     comparison: Comparison
     loss: LossFunction
 
-    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor, *others_P: Tensor) -> Tensor:
         self.comparison.compare_tokens(log_probs_A, entropy_A)
-        return self.loss(log_probs_A, entropy_A)
+        return self.loss(log_probs_A, entropy_A, *others_P)
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
         """See `DivisibleLoss`."""

@@ -41,6 +41,10 @@ SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 ADMITTED = frozenset({*PROMPT_COLUMNS, *SAMPLE_COLUMNS, TASKS, SOURCES})
 # Columns of AsyncFlow's own tasks with one value per drawn token.
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
+# Columns of AsyncFlow's own tasks with K values per drawn token: the ids of a model's K most likely tokens, int32, and
+# their log-probabilities.
+REF_TOP_COLUMNS = ("ref_top_ids", "ref_top_log_probs")
+WIDE_COLUMNS = REF_TOP_COLUMNS
 # Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
 # The parts of a user's reward: numbers by name, for the metrics.
@@ -50,7 +54,7 @@ ADVANTAGES = "compute_advantages_and_returns"
 # Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 # Columns of AsyncFlow's own tasks with more than one value per response.
-TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
+TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, *WIDE_COLUMNS)
 # Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 

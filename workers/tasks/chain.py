@@ -21,7 +21,14 @@ from workers.data.tokenizer import TextDecoder
 from workers.engines.base import CopyingEngine, FrozenEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
-from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
+from workers.rows.packed_rows import (
+    Sequences,
+    drawn_per_row,
+    micro_batches,
+    per_drawn_token,
+    responses_of,
+    samples_of,
+)
 from workers.settings.dataflow import CRITIC_TRAIN, LOSS_WEIGHTS, SAMPLE_COLUMNS, TEXT_COLUMNS
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig
@@ -196,7 +203,9 @@ class TaskChain:
         # Cuts reorder samples: this puts the results back into the rows' order.
         back = sorted(range(len(order)), key=order.__getitem__)
         joined = {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
-        return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}
+        return {
+            name: per_drawn_token(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()
+        }
 
 
 def _compute(task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int) -> Mapping[str, Column]:

@@ -27,7 +27,8 @@ from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.rows.packed_rows import Sequences, drawn_column, responses_of, sequences_of
-from workers.settings.dataflow import TASKS
+from workers.settings.algorithms import DistillConfig
+from workers.settings.dataflow import REF_TOP_COLUMNS, TASKS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
@@ -131,13 +132,18 @@ class ReferenceLogProbs(ColumnTask):
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._interval = config.algorithm.ref_update_interval
+        algorithm = config.algorithm
+        self._top_k = algorithm.top_k if isinstance(algorithm, DistillConfig) else 0
         self._reference = ReferencePolicy(context, hosted=engine is not None)
         self._is_hosted = engine is not None
 
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `ref_log_probs`, float32 per drawn token."""
+        """Return `ref_log_probs`, float32 per drawn token, or the most likely tokens (`REF_TOP_COLUMNS`)."""
         held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
+        if self._top_k:
+            found = self._reference.top_log_probs(sequences_of(batch), self._top_k)
+            return {name: drawn_column(value_AK, batch) for name, value_AK in zip(REF_TOP_COLUMNS, found, strict=True)}
         return {"ref_log_probs": drawn_column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     @property

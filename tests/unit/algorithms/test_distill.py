@@ -1,5 +1,7 @@
 """On-policy distillation: each token is compared with the teacher."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
+from workers.algorithms.parts import top_reverse_kl
 from workers.settings.algorithms import DistillConfig
+from workers.settings.dataflow import REF_TOP_COLUMNS
 
 LENGTHS = (2, 0, 3, 1)
 POLICY = [-1.0, -0.5, -2.0, -30.0, -0.1, -0.2]
@@ -60,3 +64,60 @@ def test_rewards_need_something_to_be_compared_with() -> None:
     assert DistillConfig().min_group_size == 1
     assert DistillConfig(reward_coef=0.1).min_group_size == 2
     assert DistillConfig().has_reward_penalty, "log-probabilities of policy and teacher are needed before the loss"
+
+
+def test_divergence_over_some_tokens_is_that_of_fewer_outcomes() -> None:
+    """Merging outcomes can only lower it; the gradient is that of the merged distribution."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 11, generator=generator, dtype=torch.float64).requires_grad_()
+    teacher = (2 * torch.randn(5, 11, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    whole = (policy.exp() * (policy - teacher)).sum(1).detach()
+    before = torch.zeros(5, dtype=torch.float64)
+    for k in (1, 3, 10):
+        chosen = teacher.topk(k).indices
+        found = top_reverse_kl(policy.gather(1, chosen), teacher.gather(1, chosen))
+        merged = [torch.cat([p.gather(1, chosen), 1 - p.gather(1, chosen).sum(1, keepdim=True)], 1)
+                  for p in (policy.exp(), teacher.exp())]  # fmt: skip
+        expected = (merged[0] * (merged[0] / merged[1]).log()).sum(1)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        ours, theirs = (torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        assert (found.detach() >= before - 1e-12).all() and (found.detach() <= whole + 1e-12).all()
+        before = found.detach()
+    torch.testing.assert_close(before, whole)
+
+
+def test_certain_models_have_a_finite_divergence() -> None:
+    sure = torch.tensor([[-1e-9, -30.0]], requires_grad=True)
+    assert float(top_reverse_kl(sure, torch.tensor([[-2e-9, -25.0]])).detach()) == pytest.approx(0.0, abs=1e-5)
+    far = top_reverse_kl(sure, torch.tensor([[-30.0, 0.0]]))
+    far.sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.isfinite(far).all() and float(far.detach()) > 10
+    assert sure.grad is not None and torch.isfinite(sure.grad).all()
+
+
+def test_with_top_k_the_teacher_is_a_term_of_the_loss() -> None:
+    config = DistillConfig(top_k=4, reward_coef=2.0, advantage_eps=1e-9)
+    found = advantages(config, [1.0, 0.0, 1.0, 1.0])
+    assert found.values.tolist() == pytest.approx([2 * 0.5 * 2**0.5, -2 * 0.5 * 2**0.5, 0.0, 0.0], rel=1e-6)
+    assert not config.has_reward_penalty, "the policy at the start of the step takes no pass of its own"
+    tasks = {task.name: task for task in config.tasks()}
+    assert tasks["ref_log_probs"].outputs == REF_TOP_COLUMNS
+    assert set(REF_TOP_COLUMNS) < set(tasks["actor_train"].inputs)
+    assert "ref_log_probs" not in tasks["actor_train"].inputs
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("actor.engine=megatron", "actor.engine: megatron cannot be used with algorithm.top_k"),
+        ("ref.engine=megatron", "ref.engine: megatron cannot be used with algorithm.top_k"),
+        ("actor.tri_model=true", "actor.tri_model: true cannot be used with algorithm.top_k"),
+    ],
+)
+def test_engines_that_give_no_other_tokens_are_refused(tmp_path: Path, setting: str, complaint: str) -> None:
+    given = ("algorithm={name: distill, top_k: 8}", f"ref.path={tmp_path}", setting)
+    config = load_config(find_recipe("quickstart"), overrides=given)
+    with pytest.raises(ConfigError, match=complaint):
+        config.algorithm.check(config)

@@ -1,0 +1,132 @@
+"""Losses that read log-probabilities of tokens that were not drawn, from the model to the gradient of its weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncflow.errors import BadRequest
+from tq.columns import Column, PackedBatch
+from workers.algorithms.algorithm import Distill
+from workers.engines.base import TopTokensEngine
+from workers.engines.fsdp.sharding import FsdpEngine, FsdpFrozenModel
+from workers.engines.hf.frozen import FrozenModel
+from workers.engines.packed_forward import cut
+from workers.rows.packed_rows import Sequences, TokenSets, drawn_column, samples_of, sequences_of
+from workers.settings.algorithms import DistillConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.run import ModelConfig
+
+CPU = torch.device("cpu")
+TEMPERATURE, K = 0.9, 4
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+
+def train_engine(path: Path) -> FsdpEngine:
+    # Without a clip, and with an epsilon that hides no factor, the update shows the gradient.
+    actor = ActorConfig(lr=1.0, eps=1.0, betas=(0.0, 0.0), grad_clip=None)
+    return FsdpEngine(path, actor=actor, temperature=TEMPERATURE, device=CPU, seed=0)
+
+
+def frozen(path: Path, kind: str) -> TopTokensEngine:
+    if kind == "hf":
+        return FrozenModel(path, ModelConfig(path=str(path)), temperature=TEMPERATURE, device=CPU)
+    return FsdpFrozenModel(path, ActorConfig(), temperature=TEMPERATURE, device=CPU, weights_dir=path)
+
+
+def rows_of(batch: Sequences, **columns: Column) -> PackedBatch:
+    """One sample per row."""
+    number = len(batch.lengths_N)
+    own = {
+        "tokens": Column(batch.tokens_T, batch.lengths_N),
+        "sample_lengths": Column.of_scalars(batch.lengths_N),
+        "response_mask": Column(batch.response_mask_T, batch.lengths_N),
+        "truncated": Column.of_scalars(torch.zeros(number, dtype=torch.uint8)),
+        "rewards": Column.of_scalars(torch.zeros(number)),
+        "advantages": Column.of_scalars(torch.zeros(number)),
+    }
+    rows = PackedBatch(tuple(range(number)), own | columns, tuple(range(number)))
+    return rows.with_columns({"rollout_log_probs": drawn_column(torch.full((batch.num_drawn,), -1.0), rows)})
+
+
+def whole_log_probs(path: Path, batch: Sequences) -> tuple[torch.nn.Module, Tensor]:
+    """A model in float64, and its tempered distribution where each drawn token was drawn, [A, V]."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    parts = (torch.split(tensor, batch.lengths_N.tolist()) for tensor in (batch.tokens_T, batch.response_mask_T))
+    found = [model(tokens[None]).logits[0, :-1][mask[1:].bool()] for tokens, mask in zip(*parts, strict=True)]
+    return model, (torch.cat(found) / TEMPERATURE).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["hf", "fsdp"])
+def test_most_likely_tokens_of_a_frozen_model(model_dir: Path, groups: Sequences, kind: str) -> None:
+    _, expected = whole_log_probs(model_dir, groups)
+    ids, log_probs = frozen(model_dir, kind).top_log_probs(groups, K)
+    assert ids.dtype == torch.int32 and log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), expected.detach().topk(K).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.detach().gather(1, ids.long()), log_probs.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("k", [1, K, 13])
+def test_distilled_gradient_is_that_of_the_whole_distributions(
+    make_model_dir: Callable[..., Path], groups: Sequences, k: int, packed: bool
+) -> None:
+    """Over K tokens and all others as one, as float64 has it from whole logits; with K the vocabulary, all of it."""
+    student, teacher = make_model_dir(), make_model_dir(seed=1)
+    model, policy = whole_log_probs(student, groups)
+    with torch.no_grad():
+        _, held = whole_log_probs(teacher, groups)
+    chosen = held.topk(k).indices
+    outcomes = [each.exp().gather(1, chosen) for each in (policy, held)]
+    if k < held.shape[1]:
+        outcomes = [torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in outcomes]
+    expected = (outcomes[0] * (outcomes[0] / outcomes[1]).log()).sum()
+    (0.5 * expected / groups.num_drawn).backward()
+
+    algorithm = Distill(DistillConfig(kl_coef=0.5, top_k=k), max_response_tokens=8, mask_truncated=False)
+    ids, log_probs = frozen(teacher, "hf").top_log_probs(groups, k)
+    rows = rows_of(groups)
+    top = {"ref_top_ids": drawn_column(ids, rows), "ref_top_log_probs": drawn_column(log_probs, rows)}
+    samples = samples_of(rows.with_columns(top))
+    engine, total = train_engine(student), 0.0
+    before = {shard.name: shard.values.clone() for shard in engine.shards()}
+    for positions in [range(len(samples))] if packed else [[k] for k in reversed(range(len(samples)))]:
+        part = samples.select(positions)
+        loss = algorithm.loss(part, device=CPU)
+        engine.forward_backward(sequences_of(part, others=algorithm.other_tokens), loss)
+        total += float(loss.stats["kl"])
+    assert total == pytest.approx(float(expected.detach()), rel=1e-4)
+    norm = engine.step(algorithm.scale(algorithm.counts(samples))).grad_norm
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert norm == pytest.approx(float(torch.stack([each.norm() for each in gradients.values()]).norm()), rel=1e-4)
+    # AdamW without memory moves by g / (|g| + 1).
+    for shard in engine.shards():
+        gradient = gradients[shard.name]
+        moved = (before[shard.name] - shard.values).double().view_as(gradient)
+        torch.testing.assert_close(moved, gradient / (gradient.abs() + 1), rtol=2e-3, atol=2e-6)
+
+
+def test_parts_of_a_batch_keep_their_tokens(turns: Sequences) -> None:
+    counts = torch.arange(turns.num_drawn, dtype=torch.int32) % 3
+    sets = TokenSets(torch.arange(int(counts.sum()), dtype=torch.int32), counts)
+    parts = list(cut(Sequences(turns.tokens_T, turns.lengths_N, turns.response_mask_T, sets), 3))
+    assert len(parts) == 3
+    assert torch.cat([part.others.ids_P for part in parts if part.others is not None]).equal(sets.ids_P)
+    assert [len(part.others.counts_A) for part in parts if part.others is not None] == [p.num_drawn for p in parts]
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "complaint"),
+    [([1, 2], [1, 1], "drawn tokens, but sets"), ([99] * 16, [1] * 16, "token 99"), ([-1] * 16, [1] * 16, "token -1")],
+)
+def test_tokens_that_no_model_has_are_refused(
+    model_dir: Path, batch: Sequences, ids: list[int], counts: list[int], complaint: str
+) -> None:
+    sets = TokenSets(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+    asked = Sequences(batch.tokens_T, batch.lengths_N, batch.response_mask_T, sets)
+    with pytest.raises(BadRequest, match=complaint):
+        train_engine(model_dir).forward_backward(asked, lambda *_: torch.zeros(()))
