@@ -268,6 +268,8 @@ AT_START: Rules = {
         run.ref.path is not None
         and ("actor.tri_model" if run.actor.tri_model else run.algorithm.ref_update_interval and _REF_INTERVAL)
     ),
+    "teacher: has nothing to do because no algorithm.teacher_coef is set, which distill has; set it, or leave teacher "
+    "out": lambda run: run.teacher.models and not getattr(run.algorithm, "teacher_coef", 0),
     # Adapters.
     "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
         run.lora is not None and run.actor.engine != "fsdp"

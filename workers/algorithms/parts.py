@@ -363,6 +363,22 @@ class MicroLoss(Protocol):
         """Return the unnormalized sum, a scalar with gradient, from log-probabilities and entropies, or from values."""
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher's log-probabilities: of drawn tokens, [A], or of its K most likely ones, [A, K]."""
+
+    log_probs: Tensor
+    coef: float  # weight of the divergence from it in the loss
+    is_reference: bool  # then the divergence is the metric `kl`
+
+    def divergence(self, log_probs_A: Tensor, others_P: Tensor | None) -> Tensor:
+        """Return [A]; `others_P` are the policy's log-probabilities of the K tokens."""
+        if self.log_probs.dim() == 1:
+            return kl_divergence(log_probs_A, self.log_probs, "k3")
+        assert others_P is not None, "the engine got the teacher's tokens (`Sequences.others`)"
+        return top_reverse_kl(others_P.view_as(self.log_probs), self.log_probs)
+
+
 @dataclass
 class PolicyLoss:
     """The policy's loss of one micro-batch; a `DivisibleLoss`."""
@@ -377,13 +393,12 @@ class PolicyLoss:
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
-    # Of a teacher: log-probabilities [A, K] of its most likely tokens, and the weight of the divergence from it.
-    teacher: tuple[Tensor, float] | None = None
+    teacher: "Teacher | None" = None
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
     # (policy / rollout), `clip_fraction`, `corrected_fraction` (weights that were capped or masked), `kl` (to the
-    # reference or the teacher; 0 without one), `kl_clamped_fraction` (k3 cut at `MAX_K3`), `behaviour_kl` (k3 of
-    # KL(rollout || policy)), `old_policy_kl` (of KL(rollout || old policy)). Whatever is added here is a metric.
+    # reference; 0 without one), `kl_clamped_fraction` (k3 cut at `MAX_K3`), `behaviour_kl` (k3 of KL(rollout ||
+    # policy)), `old_policy_kl` (of KL(rollout || old policy)), `teacher_kl`. Whatever is added here is a metric.
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor, others_P: Tensor | None = None) -> Tensor:
@@ -398,11 +413,15 @@ class PolicyLoss:
             loss_A = loss_A + kl_coef * kl_A
             if kl_estimator == "k3":
                 clamped_A = k3_values(log_probs_A.detach() - self.ref_log_probs_A) > MAX_K3
+        teacher_A: dict[str, Tensor] = {}
         if self.teacher is not None:
-            teacher_AK, coef = self.teacher
-            assert others_P is not None, "the engine got the teacher's tokens (`Sequences.others`)"
-            kl_A = top_reverse_kl(others_P.view_as(teacher_AK), teacher_AK)
-            loss_A = loss_A + coef * kl_A
+            found_A = self.teacher.divergence(log_probs_A, others_P)
+            if self.teacher.coef:
+                loss_A = loss_A + self.teacher.coef * found_A
+            if self.teacher.is_reference:
+                kl_A = found_A
+            else:
+                teacher_A = {"teacher_kl": found_A}
         if self.entropy_coef:
             if log_probs_A.requires_grad and not entropy_A.requires_grad:
                 raise ConfigError(
@@ -427,6 +446,7 @@ class PolicyLoss:
                 "behaviour_kl": drift_A,
                 "old_policy_kl": old_drift_A,
                 "ratio_squared": ratio_A.square(),
+                **teacher_A,
             }
             sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
             self.stats = dict(zip(terms, sums.unbind(), strict=True))
@@ -435,14 +455,18 @@ class PolicyLoss:
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
         """See `DivisibleLoss`."""
-        if not self.per_sample or self.teacher is not None:
+        if not self.per_sample or (self.teacher is not None and self.teacher.log_probs.dim() > 1):
             return None
         samples, drawn = ([size[k] for size in sizes] for k in (0, 1))
-        cuts: dict[str, Sequence[Tensor | None]] = {"length_N": torch.split(self.length_N, samples)}
+        cuts: dict[str, Sequence[Any]] = {"length_N": torch.split(self.length_N, samples)}
         names = ("weight_A", "advantage_A", "rollout_log_probs_A", "ref_log_probs_A", "old_log_probs_A")
         for name in names:
             column: Tensor | None = getattr(self, name)
             cuts[name] = [None] * len(sizes) if column is None else torch.split(column, drawn)
+        if self.teacher is not None:
+            cuts["teacher"] = [
+                replace(self.teacher, log_probs=part) for part in torch.split(self.teacher.log_probs, drawn)
+            ]
         return [
             replace(self, stats={}, **dict(zip(cuts, part, strict=True))) for part in zip(*cuts.values(), strict=True)
         ]

@@ -23,6 +23,7 @@ from workers.settings.dataflow import (
     SERVICES,
     SOURCES,
     TASKS,
+    TEACHER,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
     TRAINERS,
@@ -50,6 +51,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     if config.data.mixture:
         *others, train = graph
         graph = (*others, replace(train, inputs=(*train.inputs, SOURCES)))
+    if config.teacher.sources:
+        graph = tuple(replace(one, inputs=(*one.inputs, SOURCES)) if one.name == TEACHER else one for one in graph)
     if config.actor.tri_model:
         graph = without_models(graph)
     return with_user_tasks(graph, config.tasks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import BadRequest
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
 from workers.engines.base import TopTokensEngine
@@ -17,8 +20,11 @@ from workers.engines.hf.frozen import FrozenModel
 from workers.engines.packed_forward import cut
 from workers.rows.packed_rows import Sequences, TokenSets, drawn_column, samples_of, sequences_of
 from workers.settings.algorithms import DistillConfig
+from workers.settings.dataflow import TEACHER_TOP_COLUMNS
 from workers.settings.engines import ActorConfig
 from workers.settings.run import ModelConfig
+from workers.tasks.chain import TaskChain
+from workers.tasks.column_tasks import TeacherLogProbs
 
 CPU = torch.device("cpu")
 TEMPERATURE, K = 0.9, 4
@@ -130,3 +136,38 @@ def test_tokens_that_no_model_has_are_refused(
     asked = Sequences(batch.tokens_T, batch.lengths_N, batch.response_mask_T, sets)
     with pytest.raises(BadRequest, match=complaint):
         train_engine(model_dir).forward_backward(asked, lambda *_: torch.zeros(()))
+
+
+@pytest.mark.parametrize("top_k", [0, K])
+@pytest.mark.parametrize("own_rollout", [False, True])
+def test_each_source_has_its_teacher(
+    make_model_dir: Callable[..., Path], groups: Sequences, top_k: int, own_rollout: bool
+) -> None:
+    """Rows come back in their order; sources that are not named have the default."""
+    paths = [make_model_dir(seed=seed) for seed in (1, 2)]
+    given = [
+        f"algorithm={{name: distill, teacher_coef: 1.0, top_k: {top_k}}}",
+        f"teacher={{path: {paths[0]}, sources: {{other: {{path: {paths[1]}}}}}}}",
+        "model.dtype=float32",
+        f"rollout.temperature={TEMPERATURE}",
+        *(("rollout.function=own:rollout", "actor.max_tokens_per_micro_batch=16") if own_rollout else ()),
+    ]
+    config = load_config(find_recipe("quickstart"), overrides=given)
+    context = SimpleNamespace(config=config, device=CPU, report_state=lambda *_: None)
+    task = TeacherLogProbs(context)  # type: ignore[arg-type]
+    sources = ["math", "other", "other", "math", "other", "math", "math", "other", "math"]
+    batch = rows_of(groups).with_columns({"sources": Column.of_texts(sources)})
+    chain = object.__new__(TaskChain)
+    found = chain._on_rows(task, batch, 1, len(batch))
+    name = "teacher_top_log_probs" if top_k else "teacher_log_probs"
+    expected = []
+    for path in paths:
+        with torch.no_grad():
+            _, whole = whole_log_probs(path, groups)
+        drawn = groups.tokens_T[groups.response_mask_T.bool()]
+        values = whole.topk(K).values if top_k else whole.gather(1, drawn[:, None])
+        counts = [int(part.sum()) for part in torch.split(groups.response_mask_T, groups.lengths_N.tolist())]
+        expected.append(torch.split(values.float(), counts))
+    assert set(found) == (set(TEACHER_TOP_COLUMNS) if top_k else {"teacher_log_probs"})
+    for row, (ours, source) in enumerate(zip(found[name].rows(), sources, strict=True)):
+        torch.testing.assert_close(ours, expected[source == "other"][row].flatten(), rtol=1e-5, atol=1e-5)
