@@ -332,8 +332,8 @@ def top_reverse_kl(log_probs_AK: Tensor, teacher_AK: Tensor) -> Tensor:
     It is at most the divergence over the whole vocabulary, and never negative. Both arguments are log-probabilities,
     [A, K], of the same tokens.
     """
-    # The K likeliest tokens of the teacher: NeMo RL (`DistillationLossFn`, `kl_type: reverse`) and, with the forward
-    # divergence, verl (`compute_forward_kl_topk`). NeMo RL normalizes both over the K tokens, so that a policy may put
+    # The K likeliest tokens of the teacher: NeMo RL (DistillationLossFn, `kl_type: reverse`) and, with the forward
+    # divergence, verl (compute_forward_kl_topk). NeMo RL normalizes both over the K tokens, so that a policy may put
     # its mass elsewhere; the outcome of all others, as in self-distillation (Huebotter et al. 2026, arXiv 2601.20802),
     # forbids that.
     policy_AJ, teacher_AJ = _with_rest(log_probs_AK), _with_rest(teacher_AK)

@@ -21,7 +21,7 @@ from asyncflow.errors import BadRequest, ConfigError
 from weightsync.plan import Box, Need
 from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
-from workers.rows.packed_rows import Sequences
+from workers.rows.packed_rows import Sequences, TokenSets
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
@@ -62,10 +62,12 @@ class Generation:
 
     index: int  # the request's, like `ticket`
     response_R: Tensor  # int64 [R], including the end-of-sequence or stop token if one was produced
-    log_probs_R: Tensor  # float32 [R], natural log under the tempered distribution, before top-p and top-k
+    # float32 [R], natural log under the tempered distribution: before top-p and top-k or, with `kept`, after them
+    log_probs_R: Tensor
     versions_R: Tensor  # int32 [R], step of the weights that drew each token
     truncated: bool  # cut at the request's limit
     ticket: int = 0
+    kept: TokenSets | None = None  # what each token was drawn from, with `rollout.keep_sampling_mask`
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
         """Return the response cut after the token that completes a stop string, and that stop; or whole, and None."""
@@ -79,6 +81,7 @@ class Generation:
             log_probs_R=self.log_probs_R[:number],
             versions_R=self.versions_R[:number],
             truncated=False,
+            kept=None if self.kept is None else self.kept.part(0, number),
         )
         return kept, stopped
 
@@ -332,13 +335,17 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
     if not int(batch.prompt_lengths[sample]):
         raise BadRequest(f"sample {sample} of a micro-batch begins with a drawn token; it needs one before it")
     ids = [batch.tokens_T]
-    if batch.others is not None:
-        sets, num_ids = batch.others, len(batch.others.ids_P)
+    assert batch.others is None or batch.kept is None, "a batch has no sets of two kinds"
+    sets = batch.kept if batch.others is None else batch.others
+    if sets is not None:
+        num_ids = len(sets.ids_P)
         if len(sets.counts_A) != batch.num_drawn or int(sets.counts_A.sum()) != num_ids:
             raise BadRequest(
                 f"a micro-batch has {batch.num_drawn} drawn tokens, but sets of {num_ids} other tokens for "
                 f"{len(sets.counts_A)}"
             )
+        if batch.kept is not None and not bool(batch.kept.contains(batch.tokens_T[batch.response_mask_T.bool()]).all()):
+            raise BadRequest("a micro-batch has a token that is not among those that it was drawn from")
         ids += [sets.ids_P] if num_ids else []
     lowest, highest = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
     if lowest < 0 or highest >= vocab_size:

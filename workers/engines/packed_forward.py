@@ -437,7 +437,8 @@ class PackedInputs:
     # sorted one.
     predictors_A: Tensor
     targets_A: Tensor  # int64 [A], the drawn tokens
-    others: OtherTokens | None = None
+    others: OtherTokens | None = None  # the batch's, or what each token was drawn from
+    masks: bool = False  # whether they are the latter
 
     @staticmethod
     def from_batch(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
@@ -466,8 +467,10 @@ class PackedInputs:
             ],
             device,
         )
-        others = None if batch.others is None else OtherTokens.of(batch.others, device)
-        return PackedInputs(fed_T, positions_T, layout, predictors_A, drawn_A, others)
+        sets = batch.kept if batch.others is None else batch.others
+        others = None if sets is None else OtherTokens.of(sets, device)
+        masks = batch.kept is not None
+        return PackedInputs(fed_T, positions_T, layout, predictors_A, drawn_A, others, masks)
 
 
 class InputsOfBatch:
@@ -549,13 +552,37 @@ def response_results(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> HeadResults:
     """Like `response_log_probs`, with the log-probabilities of the inputs' other tokens, float32 [P]."""
+    if not inputs.masks:
+        return _whole_results(model, inputs, temperature, entropy=entropy)
+    assert inputs.others is not None
+    return masked_results(_whole_results(model, inputs, temperature, entropy=False), inputs.others)
+
+
+def masked_results(whole: HeadResults, kept: OtherTokens) -> HeadResults:
+    """Return results under the distribution over the kept tokens, whose log-probabilities are `whole.others_P`.
+
+    log q = log p - log (sum of p over the kept)        entropy = - sum of q log q over the kept
+    """
+    # Source: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask": both policies of a ratio share the truncated
+    # distribution's support.
+    place_P, num_drawn = kept.place_P[kept.back_P], len(whole.log_probs_A)
+    most_A = whole.others_P.detach().new_full((num_drawn,), -torch.inf)
+    most_A = most_A.scatter_reduce(0, place_P, whole.others_P.detach(), "amax")
+    sums_A = torch.zeros_like(most_A).index_add(0, place_P, (whole.others_P - most_A[place_P]).exp())
+    total_A = most_A + sums_A.log()
+    kept_P = whole.others_P - total_A[place_P]
+    entropy_A = -torch.zeros_like(most_A).index_add(0, place_P, kept_P.exp() * kept_P)
+    return HeadResults(whole.log_probs_A - total_A, entropy_A, kept_P.detach()[:0])
+
+
+def _whole_results(model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool) -> HeadResults:
     head = _tiled_head(model)
     if head is None:
         return _of_whole_logits(response_logits(model, inputs), inputs, temperature, entropy=entropy)
     request = HeadRequest(inputs.targets_A, temperature, entropy, others=inputs.others)
     found_R2 = _through_head(model, inputs, head, partial(_head_forward, head, request))
     if found_R2 is None:
-        return response_results(model, inputs, temperature, entropy=entropy)
+        return _whole_results(model, inputs, temperature, entropy=entropy)
     num_drawn, num_others = len(inputs.targets_A), 0 if inputs.others is None else len(inputs.others.ids_P)
     log_probs_A, entropy_A = found_R2[:num_drawn].unbind(-1)
     others_P = found_R2[num_drawn:].flatten()[:num_others]

@@ -21,7 +21,7 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from tq.policies import split_by_tokens
 from workers.rows.micro_batches import cut_by_rows, cut_by_tokens
-from workers.settings.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS, WIDE_COLUMNS
+from workers.settings.dataflow import DRAWN_COLUMNS, KEPT_COLUMNS, SAMPLE_COLUMNS, WIDE_COLUMNS
 from workers.settings.engines import TrainingConfig
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
@@ -41,6 +41,12 @@ class TokenSets:
         size = len(column.values) // max(1, num_drawn)
         return TokenSets(column.values, torch.full((num_drawn,), size, dtype=torch.int32))
 
+    def contains(self, tokens_A: Tensor) -> Tensor:
+        """Return bool [A]: whether each drawn token is in its set."""
+        place_P = torch.arange(len(self.counts_A)).repeat_interleave(self.counts_A.long())
+        is_own_P = self.ids_P == tokens_A[place_P]
+        return torch.zeros(len(tokens_A), dtype=torch.bool).index_put((place_P[is_own_P],), torch.tensor(True))
+
     def part(self, begin: int, end: int) -> "TokenSets":
         """Return the sets of drawn tokens `begin` to `end`."""
         first = int(self.counts_A[:begin].sum())
@@ -57,6 +63,9 @@ class Sequences:
     response_mask_T: Tensor  # uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
     # Tokens whose log-probabilities a loss needs beside those of the drawn ones.
     others: TokenSets | None = None
+    # The tokens that each drawn one was drawn from (top-p, top-k), itself included: log-probabilities and entropies are
+    # those of the distribution over them. None: all tokens. Not together with `others`.
+    kept: TokenSets | None = None
 
     @property
     def num_drawn(self) -> int:
@@ -74,9 +83,10 @@ class Sequences:
     def part(self, samples: slice, tokens: slice) -> "Sequences":
         """Return neighbouring samples, of which `tokens` are the tokens."""
         mask_T = self.response_mask_T[tokens]
-        begin = int(self.response_mask_T[: tokens.start].sum()) if self.others is not None else 0
-        others = None if self.others is None else self.others.part(begin, begin + int(mask_T.sum()))
-        return Sequences(self.tokens_T[tokens], self.lengths_N[samples], mask_T, others)
+        begin = int(self.response_mask_T[: tokens.start].sum())
+        end = begin + int(mask_T.sum())
+        others, kept = (None if sets is None else sets.part(begin, end) for sets in (self.others, self.kept))
+        return Sequences(self.tokens_T[tokens], self.lengths_N[samples], mask_T, others, kept)
 
     @staticmethod
     def from_turns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
@@ -174,6 +184,9 @@ def sequences_of(batch: PackedBatch, *, others: str | None = None) -> Sequences:
     `others` names the column of `Sequences.others`, with equally many ids for each drawn token.
     """
     sequences = Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
+    if KEPT_COLUMNS[0] in batch.columns:
+        kept = TokenSets(*(batch[name].values for name in KEPT_COLUMNS))
+        sequences = replace(sequences, kept=kept)
     if others is None:
         return sequences
     return replace(sequences, others=TokenSets.from_column(batch[others], sequences.num_drawn))

@@ -48,6 +48,8 @@ DRAWN_COLUMNS = (
 REF_TOP_COLUMNS = ("ref_top_ids", "ref_top_log_probs")
 TEACHER_TOP_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
 WIDE_COLUMNS = (*REF_TOP_COLUMNS, *TEACHER_TOP_COLUMNS)
+# With `rollout.keep_sampling_mask`: the ids that each drawn token was drawn from, int32, and how many there are.
+KEPT_COLUMNS = ("kept_ids", "kept_counts")
 # Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
 # The parts of a user's reward: numbers by name, for the metrics.
@@ -59,7 +61,7 @@ ADVANTAGES = "compute_advantages_and_returns"
 # Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 # Columns of AsyncFlow's own tasks with more than one value per response.
-TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, *WIDE_COLUMNS)
+TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, *WIDE_COLUMNS, *KEPT_COLUMNS)
 # Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 

@@ -11,9 +11,11 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import Job
 from tq.policies import StepSpec, TaskSpec, load_policy
 from workers.settings.dataflow import (
+    ACTOR_TRAIN,
     ADMITTED,
     ALIASES,
     CRITIC_TRAIN,
+    KEPT_COLUMNS,
     LOSS_WEIGHTS,
     PROMPT_COLUMNS,
     REWARD_PARTS,
@@ -42,6 +44,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     """Return the run's tasks, producers before consumers. Raises ConfigError if a user's task does not fit into this
     graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
+    if config.rollout.keeps_mask:
+        graph = with_sampling_masks(graph)
     if config.rollout.is_own:
         graph = with_own_rollout(graph)
     elif config.sends_tasks:
@@ -69,6 +73,16 @@ def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
     """Return the graph of a run whose rollouts are the user's own: they get whole data rows."""
     inputs = ("prompts", TASKS, "ground_truth")
     return tuple(replace(task, inputs=inputs) if task.name == "actor_rollout" else task for task in graph)
+
+
+def with_sampling_masks(graph: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the graph of a run that keeps what each token was drawn from: whatever computes log-probabilities of drawn
+    tokens reads it."""
+    readers = {"ref_log_probs", "actor_log_probs", ACTOR_TRAIN}
+    made = (
+        replace(one, outputs=(*one.outputs, *KEPT_COLUMNS)) if one.name == "actor_rollout" else one for one in graph
+    )
+    return tuple(replace(one, inputs=(*one.inputs, *KEPT_COLUMNS)) if one.name in readers else one for one in made)
 
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:

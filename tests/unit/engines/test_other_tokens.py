@@ -1,6 +1,7 @@
 """Losses that read log-probabilities of tokens that were not drawn, from the model to the gradient of its weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,19 +10,25 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncflow.errors import BadRequest
+from asyncflow.errors import BadRequest, ConfigError
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
-from workers.engines.base import TopTokensEngine
+from workers.engines.base import GenerateRequest, TopTokensEngine, generate
 from workers.engines.fsdp.sharding import FsdpEngine, FsdpFrozenModel
+from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.frozen import FrozenModel
+from workers.engines.hf.model import read_stored
 from workers.engines.packed_forward import cut
+from workers.rollout.outbox import _columns
+from workers.rollout.rollouts import single_turn
 from workers.rows.packed_rows import Sequences, TokenSets, drawn_column, samples_of, sequences_of
 from workers.settings.algorithms import DistillConfig
 from workers.settings.dataflow import TEACHER_TOP_COLUMNS
 from workers.settings.engines import ActorConfig
+from workers.settings.rollout import RolloutConfig
 from workers.settings.run import ModelConfig
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import TeacherLogProbs
@@ -171,3 +178,107 @@ def test_each_source_has_its_teacher(
     assert set(found) == (set(TEACHER_TOP_COLUMNS) if top_k else {"teacher_log_probs"})
     for row, (ours, source) in enumerate(zip(found[name].rows(), sources, strict=True)):
         torch.testing.assert_close(ours, expected[source == "other"][row].flatten(), rtol=1e-5, atol=1e-5)
+
+
+def kept_of(batch: Sequences, vocabulary: int) -> TokenSets:
+    """For each drawn token a random set with it, of one token up to all."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = batch.tokens_T[batch.response_mask_T.bool()]
+    sizes = torch.randint(1, vocabulary + 1, (len(drawn),), generator=generator)
+    sizes[0], sizes[-1] = 1, vocabulary
+    sets = []
+    for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True):
+        others = torch.randperm(vocabulary, generator=generator)
+        sets.append(torch.cat([torch.tensor([token]), others[others != token][: size - 1]]).flip(0))
+    return TokenSets(torch.cat(sets).int(), sizes.int())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_masked_distribution_and_its_gradient_are_those_of_whole_logits(
+    model_dir: Path, groups: Sequences, packed: bool
+) -> None:
+    """Log-probabilities and entropies over the kept tokens, for trainer, copies and reference."""
+    model, whole = whole_log_probs(model_dir, groups)
+    kept = kept_of(groups, whole.shape[1])
+    batch = replace(groups, kept=kept)
+    drawn = groups.tokens_T[groups.response_mask_T.bool()]
+    mask = torch.zeros_like(whole, dtype=torch.bool)
+    mask[torch.arange(len(drawn)).repeat_interleave(kept.counts_A), kept.ids_P.long()] = True
+    masked = whole.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    log_probs = masked.gather(1, drawn[:, None])[:, 0]
+    entropy = -(masked.exp() * masked.masked_fill(~mask, 0.0)).sum(1)
+    weight = torch.linspace(-1, 1, len(drawn), dtype=torch.float64)
+    (weight * log_probs + weight.flip(0) * entropy).sum().backward()
+
+    engine, seen = train_engine(model_dir), []
+    place = 0
+    parts = [batch] if packed else list(cut(batch, len(batch.lengths_N)))
+    assert len(parts) == (1 if packed else len(batch.lengths_N))
+    for part in parts:
+        own = slice(place, place := place + part.num_drawn)
+
+        def loss(given: Tensor, spread: Tensor, own: slice = own) -> Tensor:
+            seen.append((given.detach(), spread.detach()))
+            return (weight[own] * given + weight.flip(0)[own] * spread).sum()
+
+        engine.forward_backward(part, loss)
+    for ours, theirs in zip(map(torch.cat, zip(*seen, strict=True)), (log_probs, entropy), strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-4, atol=1e-5)
+    for scored in (engine.log_probs(batch), *(frozen(model_dir, kind).log_probs(batch) for kind in ("hf", "fsdp"))):
+        torch.testing.assert_close(scored.double(), log_probs.detach(), rtol=1e-4, atol=1e-5)
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    assert engine.step(1.0).grad_norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4)
+
+
+def test_a_token_that_was_not_kept_is_refused(model_dir: Path, batch: Sequences) -> None:
+    kept = kept_of(batch, 13)
+    wrong = replace(kept, ids_P=torch.cat([(kept.ids_P[:1] + 1) % 13, kept.ids_P[1:]]))
+    with pytest.raises(BadRequest, match="not among those that it was drawn from"):
+        train_engine(model_dir).log_probs(replace(batch, kept=wrong))
+
+
+def test_a_kept_mask_travels_from_the_engine_to_the_trainer(model_dir: Path) -> None:
+    """The generator's log-probabilities are then the trainer's, whatever top-p and top-k leave out."""
+    sampling = RolloutConfig.model_validate(
+        {"max_response_tokens": 6, "temperature": TEMPERATURE, "top_p": 0.7, "top_k": 5, "keep_sampling_mask": True}
+    )
+    generator = HfEngine(model_dir, ModelConfig(path=str(model_dir)), sampling=sampling, device=CPU)
+    generator.load_weights(read_stored(model_dir, generator.weight_needs()))
+    prompts = [torch.tensor([3, 4, 5]), torch.tensor([6]), torch.tensor([3, 4, 5])]
+    requests = [GenerateRequest(k, prompt, seed=k, ticket=k) for k, prompt in enumerate(prompts)]
+    made = sorted(generate(generator, requests), key=lambda one: one.index)
+    columns = _columns([single_turn(prompt, one) for prompt, one in zip(prompts, made, strict=True)])
+    rows = samples_of(PackedBatch(tuple(range(3)), columns, (0, 0, 0))).select([2, 0, 1])
+    scored = train_engine(model_dir).log_probs(sequences_of(rows))
+    torch.testing.assert_close(scored, rows["rollout_log_probs"].values, rtol=1e-4, atol=1e-5)
+    assert rows["kept_counts"].values.max() <= 5 and rows["kept_counts"].values.min() >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("rollout.top_p=1",), "keep_sampling_mask needs top_p below 1 or top_k"),
+        (("rollout.engine=vllm",), "engine vllm does not say which tokens it kept"),
+        (("rollout.function=own:rollout",), "rollout.function has calls of its own"),
+    ],
+)
+def test_masks_that_nobody_can_give_are_refused_at_loading(settings: tuple[str, ...], complaint: str) -> None:
+    given = ("rollout.keep_sampling_mask=true", "rollout.top_p=0.9", *settings)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(find_recipe("quickstart"), overrides=given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("actor.engine=megatron",), "cannot be used with actor.engine megatron"),
+        (("ref.engine=megatron",), "cannot be used with ref.engine megatron"),
+        (("algorithm={name: distill}",), "cannot be used with algorithm.name distill"),
+        (("roles={rollout: 1, actor: 1, ref: 0}",), "cannot be used with roles ref:0"),
+    ],
+)
+def test_engines_that_ignore_masks_are_refused(settings: tuple[str, ...], complaint: str) -> None:
+    given = ("rollout.keep_sampling_mask=true", "rollout.top_p=0.9", *settings)
+    config = load_config(find_recipe("quickstart"), overrides=given)
+    with pytest.raises(ConfigError, match=complaint):
+        check_rules(config, {message: rule for message, rule in AT_START.items() if "keep_sampling_mask" in message})
