@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py [--json [FILE]] [--seeds 5] [--steps 60] [--plot docs/learning.png]
     python benchmarks/learning.py --algorithms [NAME ...] [--json [FILE]] [--seeds 5]
+    python benchmarks/learning.py --distill [--json [FILE]] [--seeds 5] [--steps 60]
 
     accuracy_SCHEDULE         mean over seeds of the accuracy of the last 5 steps; async2: max_staleness 2
     points_vs_sync_SCHEDULE   the difference to sync, in points of a hundred
@@ -14,6 +15,14 @@ With `--algorithms` each algorithm (all, or those named) under sync and async2, 
 
     accuracy_ALGORITHM_SCHEDULE       mean over seeds, as above
     accuracy_std_ALGORITHM_SCHEDULE   its deviation over seeds
+
+With `--distill`, a teacher is trained first (GRPO, seed 1000), and each seed's student learns the task twice, by GRPO
+and from the teacher's 8 likeliest tokens (`algorithm.top_k`), with the quickstart's own settings otherwise:
+
+    grpo_steps, distill_steps    median over seeds of the first step with an accuracy of 0.95 or more; a run that never
+                                 comes so far counts as one step more than it has
+    distill_steps_x              median over seeds of distillation's / GRPO's
+    teacher_accuracy             of the teacher's last 5 steps
 
 Runs take turns: every schedule with seed 0, then with seed 1, ... so that what else the machine does hits all alike.
 The picture (needs matplotlib) shows reward, response length and its deviation, over steps and over wall clock: the
@@ -54,6 +63,8 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 STEPS_AT_MOST = {"dapo": 35}
 """DAPO leaves out groups whose responses are all right: a run ends once nine of ten are."""
 LAST_STEPS = 5
+TARGET = 0.95
+TEACHER_SEED = 1000
 CURVES = {
     "reward_mean": "reward",
     "response_tokens_mean": "response length (tokens)",
@@ -63,9 +74,16 @@ Metrics = list[dict[str, Any]]
 
 
 def train(
-    directory: Path, schedule: str, *, seed: int, steps: int, algorithm: str = "grpo", mini_batches: int = 1
+    directory: Path,
+    schedule: str,
+    *,
+    seed: int,
+    steps: int,
+    algorithm: str = "grpo",
+    mini_batches: int = 1,
+    teacher: Path | None = None,
 ) -> Metrics:
-    """Run the quickstart under a schedule, with one of `ALGORITHMS`; returns its metrics.
+    """Run the quickstart under a schedule, with one of `ALGORITHMS`, or with a teacher; returns its metrics.
 
     Raises:
         SystemExit: the run failed; says what it printed.
@@ -75,6 +93,8 @@ def train(
     settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
                 "rollout.samples_per_step=0", "checkpoint.interval=0", f"actor.num_mini_batches={mini_batches}",
                 *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
+    if teacher is not None:
+        settings += ["algorithm={name: distill, top_k: 8}", f"ref.path={teacher}"]
     options = [part for setting in settings for part in ("--set", setting)]
     command: list[str | Path] = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -107,6 +127,29 @@ def table_of(runs: Mapping[tuple[str, str], Sequence[Metrics]]) -> dict[str, flo
         figures[f"accuracy_{algorithm}_{schedule}"] = statistics.fmean(accuracies)
         figures[f"accuracy_std_{algorithm}_{schedule}"] = statistics.pstdev(accuracies)
     return figures
+
+
+def distill(*, seeds: int, steps: int, directory: Path) -> dict[str, float]:
+    """Train a teacher, then students of as many seeds with and without it; returns the figures."""
+    taught = train(directory / "teacher", "async1", seed=TEACHER_SEED, steps=steps)
+    teacher = directory / "teacher" / "checkpoints" / f"step_{steps:06d}" / "hf"
+    alone, with_teacher = [], []
+    for seed in range(seeds):
+        alone.append(_steps_to_target(train(directory / f"grpo-{seed}", "async1", seed=seed, steps=steps)))
+        student = train(directory / f"distill-{seed}", "async1", seed=seed, steps=steps, teacher=teacher)
+        with_teacher.append(_steps_to_target(student))
+        print(f"seed {seed}: grpo {alone[-1]} steps, distill {with_teacher[-1]}", file=sys.stderr, flush=True)
+    return {
+        "teacher_accuracy": _final_accuracy(taught),
+        "grpo_steps": statistics.median(alone),
+        "distill_steps": statistics.median(with_teacher),
+        "distill_steps_x": statistics.median(b / a for a, b in zip(alone, with_teacher, strict=True)),
+    }
+
+
+def _steps_to_target(metrics: Metrics) -> int:
+    reached = (int(line["step"]) for line in metrics if float(line["accuracy"]) >= TARGET)
+    return next(reached, len(metrics) + 1)
 
 
 def _final_accuracy(metrics: Metrics) -> float:
@@ -167,11 +210,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, help="default: all; of algorithms sync async2")
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the table of these; none named: of all")
+    parser.add_argument("--distill", action="store_true", help="steps to an accuracy with a teacher and without")
     parser.add_argument("--mini-batches", type=int, help="updates a step; default: 1, of algorithms 2")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file")
     given = parser.parse_args()
     if given.seeds < 1 or given.steps < LAST_STEPS or given.schedules == []:
         parser.error(f"give a schedule, at least one seed and {LAST_STEPS} steps")
+    if given.distill:
+        with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+            figures = distill(seeds=given.seeds, steps=given.steps, directory=Path(temporary))
+        report(given.json, figures, "\n".join(f"{name:48} {value:10.4f}" for name, value in figures.items()))
+        return 0
     is_table = given.algorithms is not None
     algorithms = given.algorithms or (list(ALGORITHMS) if is_table else ["grpo"])
     mini_batches = given.mini_batches or (2 if is_table else 1)

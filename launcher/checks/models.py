@@ -61,6 +61,9 @@ def check_models(config: RunConfig) -> Models:
     if config.ref.path is not None and config.algorithm.kl_coef > 0:
         check_other_model_dir(Path(config.ref.path), GENERATES, key="ref.path")
         _check_tokens(Path(config.ref.path), path, key="ref.path")
+    for key, teacher in config.teacher.models.items() if "teacher" in config.roles else ():
+        check_other_model_dir(Path(teacher), GENERATES, key=key)
+        _check_tokens(Path(teacher), path, key=key)
     trained = _check_lora(config)
     check_reward_model(config)
     check_positions(config)
@@ -86,6 +89,7 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
         models["critic.path"] = config.critic.path
     if config.ref.path is not None:
         models["ref.path"] = config.ref.path
+    models |= config.teacher.models
     if config.reward.model is not None:
         models[KEY] = config.reward.model.path
     return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))

@@ -152,6 +152,9 @@ def models_of(config: RunConfig, here: Collection[str] | None = None) -> list[Mo
     if ref.path is not None and refers:
         wanted = ("names", "packed", "sharded") if ref.engine == "fsdp" else ("names", "packed")
         uses.append(ModelUse("ref.path", Path(ref.path), wanted))
+    if "teacher" in roles and runs("teacher"):
+        wanted = ("names", "packed", "sharded") if config.teacher.engine == "fsdp" else ("names", "packed")
+        uses += [ModelUse(key, Path(each), wanted) for key, each in config.teacher.models.items()]
     if config.reward.model is not None and runs("reward"):
         uses.append(ModelUse("reward.model.path", Path(config.reward.model.path), ("score",)))
     return [use for use in uses if use.parts]

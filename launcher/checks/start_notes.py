@@ -81,10 +81,10 @@ def _small_micro_batches(config: RunConfig) -> Iterator[str]:
 
 
 def _filtered_draws(config: RunConfig) -> Iterator[str]:
-    for name, off in (("top_p", 1), ("top_k", 0)):
+    for name, off in () if config.rollout.keeps_mask else (("top_p", 1), ("top_k", 0)):
         if (value := getattr(config.rollout, name)) != off:
             yield (
                 f"rollout.{name} {value:g} draws from a part of the distribution, and the trainer computes with the "
                 f"whole: what it leaves out is never explored, and gradients are those of other samples; "
-                f"rollout.{name} {off} is what the formulas assume"
+                f"rollout.{name} {off} is what the formulas assume, or rollout.keep_sampling_mask true"
             )

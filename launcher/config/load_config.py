@@ -31,6 +31,7 @@ from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
+from workers.settings.engines import TeacherConfig
 from workers.settings.run import COLOCATED, COLOCATED_WITH_EVALUATION, EvaluateConfig, RunConfig
 
 # Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
@@ -388,7 +389,7 @@ def _description(keys: Sequence[str | int]) -> str:
     return description(section, str(keys[-1])).split(". ")[0].rstrip(".")
 
 
-_PATHS = ("model", "critic", "ref", "data", "evaluate")
+_PATHS = ("model", "critic", "ref", "teacher", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
 _EXAMPLE = "rollout:8,actor:4,ref:2"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
@@ -458,6 +459,12 @@ def load_config(
         for name, one in held_out.sets.items()
     }
     resolved["evaluate"] = held_out.model_copy(update={"sets": sets})
+    teacher: TeacherConfig = resolved["teacher"]
+    taught = {
+        name: _located(one, f"teacher.sources.{name}", source, options, used="teacher" in used)
+        for name, one in teacher.sources.items()
+    }
+    resolved["teacher"] = teacher.model_copy(update={"sources": taught})
     model = config.reward.model
     if model is not None:
         located = _located(model, "reward.model", source, options, used=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from asyncflow.errors import ConfigError
 from tq.policies import policy_name
-from workers.settings.algorithms import ZERO_VARIANCE
+from workers.settings.algorithms import ZERO_VARIANCE, DistillConfig
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
@@ -130,6 +130,21 @@ def _of_turns(run: RunConfig) -> str:
 def _cannot_sleep(run: RunConfig) -> str:
     """Return a built-in engine that cannot sleep; users' own are asked when they are loaded."""
     return "rollout.engine: openai" if run.is_colocated and run.rollout.engine == "openai" else ""
+
+
+def _ignores_masks(run: RunConfig) -> str:
+    """Return what gives log-probabilities or entropies without the sampling masks that the run keeps."""
+    if not run.rollout.keeps_mask:
+        return ""
+    scores = run.algorithm.kl_coef > 0 or "actor_fwd" in run.roles
+    for setting, value, ignores in (
+        ("actor.engine", run.actor.engine, run.actor.engine != "fsdp"),
+        ("ref.engine", run.ref.engine, scores and run.ref.engine not in ("hf", "fsdp")),
+        ("algorithm.name", "distill", isinstance(run.algorithm, DistillConfig)),
+    ):
+        if ignores:
+            return f"{setting} {value}"
+    return next((f"roles {role}:0" for role in run.outside_roles if role in ("rollout", "ref", "actor_fwd")), "")
 
 
 _REF_INTERVAL = "algorithm.ref_update_interval"
@@ -275,6 +290,10 @@ AT_START: Rules = {
         run.ref.path is not None
         and ("actor.tri_model" if run.actor.tri_model else run.algorithm.ref_update_interval and _REF_INTERVAL)
     ),
+    "teacher: has nothing to do because no algorithm.teacher_coef is set, which distill has; set it, or leave teacher "
+    "out": lambda run: run.teacher.models and not getattr(run.algorithm, "teacher_coef", 0),
+    "rollout.keep_sampling_mask: cannot be used with {found}, which computes the whole distribution; set it to "
+    "false": _ignores_masks,
     # Adapters.
     "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
         run.lora is not None and run.actor.engine != "fsdp"

@@ -74,6 +74,8 @@ def engines_of(config: RunConfig) -> dict[str, tuple[str, ...]]:
         used.append(("ref" if "ref" in config.roles else "actor", config.ref.engine))
     if "evaluate" in config.roles:
         used.append(("evaluate", config.evaluate.engine))
+    if "teacher" in config.roles:
+        used.append(("teacher", config.teacher.engine))
     engines: dict[str, tuple[str, ...]] = {"": ()}
     for role, engine in used:
         python = config.launcher.interpreters(HEAD, own_name()).get(role, "")

@@ -39,7 +39,7 @@ SILENT_S = 10.0
 """A rank without news for this long is shown as silent (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "ref", "evaluate"})
 ROLE_ORDER = (
-    "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "evaluate",
+    "rollout", "actor", "critic", "actor_fwd", "ref", "teacher", "reward", "advantages", "evaluate",
     "controller", "storage", "weights",
 )  # fmt: skip
 

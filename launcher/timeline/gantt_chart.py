@@ -20,6 +20,7 @@ WAITING = "#e4e4e4"
 _COLOURS = {
     "generate": "#4c78a8", "load weights": "#e45756",
     "rewards": "#eeca3b", "ref_log_probs": "#f58518", "compute_advantages_and_returns": "#72b7b2",
+    "teacher_log_probs": "#d67195",
     "evaluate": "#a0a03c",
     "forward_backward": "#54a24b", "optimizer": "#2f6b2a", "publish weights": "#b279a2", "checkpoint": "#9d755d",
     "write checkpoint": "#d6c1b4",

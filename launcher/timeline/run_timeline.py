@@ -52,7 +52,7 @@ _HEADINGS = {
 _ENDS_BYTES = 2**20
 _decode = json_decoder(dict).decode
 
-_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
+_ROLES = ("rollout", "ref", "teacher", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Order of rows from top to bottom; users' roles follow."""
 
 

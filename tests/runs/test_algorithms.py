@@ -17,6 +17,20 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "schedule.n_samples_
          "--set", "actor.micro_batch_size=8")  # fmt: skip
 
 
+def test_kept_masks_reach_every_model_that_gives_log_probabilities(tmp_path: Path) -> None:
+    """The generator reports those of what top-p and top-k leave; so do trainer, old policy and reference."""
+    own = ("rollout.top_p=0.8", "rollout.top_k=6", "rollout.keep_sampling_mask=true", "actor.num_mini_batches=2")
+    settings = [argument for setting in own for argument in ("--set", setting)]
+    placed = ("--run-dir", "run", "--roles", "rollout:1,actor:1,ref:1", "--steps", "2", *settings)
+    finished = command.run(*placed, *SMALL, cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert finished.returncode == 0, finished.stderr
+    first = command.lines(tmp_path / "run/metrics.jsonl")[0]
+    assert first["rollout_log_prob_diff_max"] < 1e-4
+    assert first["old_policy_kl"] < 1e-6, "the pass before the updates has the masks"
+    assert 0 < first["kl"] < 0.3, "the reference has them: over the whole distribution it would be nats away"
+    assert "draws from a part of the distribution" not in finished.stderr + finished.stdout
+
+
 @pytest.mark.parametrize("settings", [
     ("algorithm.name=dapo", "algorithm.overlong_buffer_tokens=1"), ("algorithm.name=rloo",), ("algorithm.name=gspo",),
     ("algorithm.name=reinforce_plus_plus",), ("algorithm.name=reinforce_plus_plus", "algorithm.baseline=group"),

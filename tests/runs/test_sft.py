@@ -80,19 +80,33 @@ def test_conversations_are_trained_by_the_models_template(tmp_path: Path) -> Non
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "roles"),
+    [
+        ("{name: distill}", "rollout:1,actor:1,ref:1"),
+        ("{name: distill, top_k: 6}", "rollout:1,actor:1"),
+        (
+            "{name: distill, teacher_coef: 1.0, kl_coef: 0.001, top_k: 6, reward_coef: 0.1}",
+            "rollout:1,actor:2,teacher:2",
+        ),
+    ],
+)
+def test_a_student_comes_near_its_teacher(tmp_path: Path, algorithm: str, roles: str) -> None:
     done = command.run("sft", "--run-dir", "teacher", "--steps", "40", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    own = "teacher" in roles
     settings = (
         "--set",
-        "algorithm={name: distill}",
+        f"algorithm={algorithm}",
         "--set",
-        f"ref.path={tmp_path}/teacher/checkpoints/step_000040/hf",
+        f"{'teacher' if own else 'ref'}.path={tmp_path}/teacher/checkpoints/step_000040/hf",
+        *(("--set", "teacher.engine=fsdp", "--set", "teacher.shards=2") if own else ()),
     )
-    placed = ("--roles", "rollout:1,actor:1,ref:1", "--steps", "12", "--run-dir", "student")
+    placed = ("--roles", roles, "--steps", "12", "--run-dir", "student")
     done = command.run("quickstart", *settings, *placed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = command.lines(tmp_path / "student/metrics.jsonl")
-    assert steps[-1]["kl"] < 0.4 * steps[0]["kl"]
+    to_teacher = "teacher_kl" if own else "kl"
+    assert steps[-1][to_teacher] < 0.4 * steps[0][to_teacher]
     assert steps[-1]["accuracy"] > steps[0]["accuracy"] + 0.2
     assert "useless" not in done.stderr + done.stdout, "it is meant to move"

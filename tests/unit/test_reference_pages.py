@@ -12,7 +12,7 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.key_reference import algorithms_as_markdown, all_keys, as_markdown, keys_of
 from weightsync.version import Version
-from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, ValueLoss
+from workers.algorithms.parts import MicroLoss, PolicyLoss, PolicyParts, PPOClip, Teacher, ValueLoss
 from workers.engines.base import StepStats
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
@@ -35,7 +35,8 @@ def named_in(section: str) -> set[str]:
 def losses() -> list[tuple[MicroLoss, str]]:
     """Return both losses, of one token, after their call."""
     one, parts = torch.ones(1), PolicyParts((PPOClip(0.2, 0.2),))
-    policy = PolicyLoss(parts, (0.0, "k3"), torch.ones(1, dtype=torch.int32), one, one, one)
+    teacher = Teacher(one, 0.0, is_reference=False)
+    policy = PolicyLoss(parts, (0.0, "k3"), torch.ones(1, dtype=torch.int32), one, one, one, teacher=teacher)
     policy(one, one)
     value = ValueLoss(one, one, one, clip=None, coef=1.0)
     value(one)

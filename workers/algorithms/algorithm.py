@@ -17,7 +17,7 @@ Legend of shapes: N samples, A their drawn tokens, packed.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
@@ -37,6 +37,7 @@ from workers.algorithms.parts import (
     PolicyLoss,
     PolicyParts,
     PPOClip,
+    Teacher,
     ValueLoss,
     WeightClip,
     loss_scale,
@@ -83,12 +84,19 @@ class Algorithm(ABC, Generic[SettingsT]):
     per_sample: ClassVar[bool] = False
     # `advantages` obey `algorithm.credit`. The class that defines them says so, in its own body.
     credits_turns: ClassVar[bool] = False
+    # Column with ids of tokens whose log-probabilities the loss needs, equally many for each drawn token; None: none.
+    other_tokens: str | None = None
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._mask_truncated = mask_truncated
         self._parts = self.parts()
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads `ref_log_probs`."""
+        return self._config.kl_coef > 0
 
     def parts(self) -> PolicyParts:
         """Return the components of the policy loss."""
@@ -142,7 +150,7 @@ class Algorithm(ABC, Generic[SettingsT]):
             device: where the engine computes.
         """
         names = ["rollout_log_probs"]
-        names += ["ref_log_probs"] if self._config.kl_coef > 0 else []
+        names += ["ref_log_probs"] if self.reads_reference else []
         names += ["old_log_probs"] if "old_log_probs" in batch.columns else []
         own = [drawn(batch), self._token_weights(batch), token_advantages(batch)]
         length_N, weight_A, advantage_A, *rest = to_device([*own, *(batch[name].values for name in names)], device)
@@ -698,8 +706,9 @@ class Distill(Algorithm[DistillConfig]):
     """On-policy distillation (Gu et al. 2023, arXiv 2306.08543; Agarwal et al. 2023, arXiv 2306.13649, reverse KL).
 
     Advantage: of every token, log (teacher / policy), the reverse KL divergence's at the tokens that the policy drew
-    itself, without those to come; with `reward_coef`, plus GRPO's. Loss: clipped per token, mean over tokens. The
-    teacher is the reference (`ref.path`, role `ref`).
+    itself, without those to come; with `reward_coef`, plus GRPO's. Loss: clipped per token, mean over tokens; with
+    `top_k`, the divergence over the teacher's most likely tokens is a term of the loss instead of the advantage. The
+    teacher is the reference (`ref.path`, role `ref`) or a model beside it (`teacher_coef`, section and role `teacher`).
     """
 
     # Source of the advantage per token without discount: Lu et al. 2025,
@@ -707,16 +716,44 @@ class Distill(Algorithm[DistillConfig]):
 
     per_sample = True
 
+    def __init__(self, config: DistillConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
+        self.other_tokens = config.top_columns[0] if config.top_k else None
+
+    @property
+    def reads_reference(self) -> bool:
+        config = self._config
+        return config.kl_coef > 0 and (config.has_own_teacher or not config.top_k)
+
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per drawn token, from `rewards`, `old_log_probs` and `ref_log_probs`."""
-        config, length_N = self._config, batch["old_log_probs"].lengths
-        apart_A = token_penalties(batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        advantage_A = -config.kl_coef * apart_A
-        if config.reward_coef:
-            reward_BG = batch["rewards"].values.reshape(-1, group_size)
-            group_N = group_advantages(reward_BG, eps=config.advantage_eps).flatten().double()
-            advantage_A = advantage_A + config.reward_coef * group_N.repeat_interleave(length_N.long())
+        """Return `advantages`, one per drawn token, from `rewards`, `old_log_probs` and what the teacher gives
+        them; with `top_k` one per row, from `rewards`."""
+        config = self._config
+        reward_BG = batch["rewards"].values.reshape(-1, group_size)
+        group_N = config.reward_coef * group_advantages(reward_BG, eps=config.advantage_eps).flatten().double()
+        if config.top_k:
+            return {"advantages": Column.of_scalars(group_N.float())}
+        length_N = batch["old_log_probs"].lengths
+        apart_A = batch["old_log_probs"].values.double() - batch[config.teacher_column].values.double()
+        apart_A = apart_A.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        advantage_A = -config.teacher_weight * apart_A + group_N.repeat_interleave(length_N.long())
         return {"advantages": Column(advantage_A.float(), length_N)}
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> MicroLoss:
+        """Like `Algorithm.loss`, with the teacher's columns. With `top_k` these are its most likely tokens; the loss
+        takes their log-probabilities under the policy as third argument."""
+        config, loss = self._config, super().loss(batch, device=device)
+        if not (config.top_k or config.has_own_teacher):  # `ref_log_probs` says how far the teacher is
+            return loss
+        assert isinstance(loss, PolicyLoss)
+        name = config.top_columns[1] if config.top_k else config.teacher_column
+        (log_probs,) = to_device([batch[name].values], device)
+        if config.top_k:
+            num_drawn = len(loss.rollout_log_probs_A)
+            log_probs = log_probs.view(num_drawn, len(log_probs) // max(1, num_drawn))
+        # Without `top_k` the divergence is in the advantages already, and here only measured.
+        coef = config.teacher_weight if config.top_k else 0.0
+        return replace(loss, teacher=Teacher(log_probs, coef, is_reference=not config.has_own_teacher))
 
 
 class SFT(Algorithm[SFTConfig]):

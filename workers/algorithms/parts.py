@@ -313,6 +313,33 @@ def response_means(value_A: Tensor, length_N: Tensor) -> Tensor:
     return response_sums(value_A, length_N) / length_N.clamp(min=1)
 
 
+# The probability that is left for all other tokens is at least this: float32 knows no smaller one, and its logarithm
+# must be finite.
+_LEAST_REST = 1e-6
+
+
+def _with_rest(log_probs_AK: Tensor) -> Tensor:
+    """Return [A, K + 1]: the last column is the log-probability of all other tokens together."""
+    total_A1 = log_probs_AK.logsumexp(1, keepdim=True).clamp(max=-_LEAST_REST)
+    return torch.cat([log_probs_AK, torch.log(-torch.expm1(total_A1))], dim=1)
+
+
+def top_reverse_kl(log_probs_AK: Tensor, teacher_AK: Tensor) -> Tensor:
+    """Return KL(policy || teacher), [A], over K tokens and, as one more outcome, all others.
+
+        sum over k:  p_k (log p_k - log q_k)  +  p_rest (log p_rest - log q_rest)        p: policy, q: teacher
+
+    It is at most the divergence over the whole vocabulary, and never negative. Both arguments are log-probabilities,
+    [A, K], of the same tokens.
+    """
+    # The K likeliest tokens of the teacher: NeMo RL (DistillationLossFn, `kl_type: reverse`) and, with the forward
+    # divergence, verl (compute_forward_kl_topk). NeMo RL normalizes both over the K tokens, so that a policy may put
+    # its mass elsewhere; the outcome of all others, as in self-distillation (Huebotter et al. 2026, arXiv 2601.20802),
+    # forbids that.
+    policy_AJ, teacher_AJ = _with_rest(log_probs_AK), _with_rest(teacher_AK)
+    return (policy_AJ.exp() * (policy_AJ - teacher_AJ)).sum(1)
+
+
 # The losses of a micro-batch, for policy and critic. Pure; the policy's is composed of the parts above.
 #
 # Losses are sums over tokens, not normalized yet: micro-batches come in any order and size, and `loss_scale` gives the
@@ -336,6 +363,22 @@ class MicroLoss(Protocol):
         """Return the unnormalized sum, a scalar with gradient, from log-probabilities and entropies, or from values."""
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher's log-probabilities: of drawn tokens, [A], or of its K most likely ones, [A, K]."""
+
+    log_probs: Tensor
+    coef: float  # weight of the divergence from it in the loss
+    is_reference: bool  # then the divergence is the metric `kl`
+
+    def divergence(self, log_probs_A: Tensor, others_P: Tensor | None) -> Tensor:
+        """Return [A]; `others_P` are the policy's log-probabilities of the K tokens."""
+        if self.log_probs.dim() == 1:
+            return kl_divergence(log_probs_A, self.log_probs, "k3")
+        assert others_P is not None, "the engine got the teacher's tokens (`Sequences.others`)"
+        return top_reverse_kl(others_P.view_as(self.log_probs), self.log_probs)
+
+
 @dataclass
 class PolicyLoss:
     """The policy's loss of one micro-batch; a `DivisibleLoss`."""
@@ -350,14 +393,15 @@ class PolicyLoss:
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
+    teacher: "Teacher | None" = None
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
     # (policy / rollout), `clip_fraction`, `corrected_fraction` (weights that were capped or masked), `kl` (to the
     # reference; 0 without one), `kl_clamped_fraction` (k3 cut at `MAX_K3`), `behaviour_kl` (k3 of KL(rollout ||
-    # policy)), `old_policy_kl` (of KL(rollout || old policy)). Whatever is added here is a metric.
+    # policy)), `old_policy_kl` (of KL(rollout || old policy)), `teacher_kl`. Whatever is added here is a metric.
     stats: dict[str, Tensor] = field(default_factory=dict)
 
-    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor, others_P: Tensor | None = None) -> Tensor:
         old_A = log_probs_A.detach() if self.old_log_probs_A is None else self.old_log_probs_A
         tokens = Tokens(log_probs_A, old_A, self.rollout_log_probs_A, self.advantage_A, self.length_N)
         surrogate_A, clipped_A = self.parts.surrogate(tokens)
@@ -369,6 +413,15 @@ class PolicyLoss:
             loss_A = loss_A + kl_coef * kl_A
             if kl_estimator == "k3":
                 clamped_A = k3_values(log_probs_A.detach() - self.ref_log_probs_A) > MAX_K3
+        teacher_A: dict[str, Tensor] = {}
+        if self.teacher is not None:
+            found_A = self.teacher.divergence(log_probs_A, others_P)
+            if self.teacher.coef:
+                loss_A = loss_A + self.teacher.coef * found_A
+            if self.teacher.is_reference:
+                kl_A = found_A
+            else:
+                teacher_A = {"teacher_kl": found_A}
         if self.entropy_coef:
             if log_probs_A.requires_grad and not entropy_A.requires_grad:
                 raise ConfigError(
@@ -393,6 +446,7 @@ class PolicyLoss:
                 "behaviour_kl": drift_A,
                 "old_policy_kl": old_drift_A,
                 "ratio_squared": ratio_A.square(),
+                **teacher_A,
             }
             sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
             self.stats = dict(zip(terms, sums.unbind(), strict=True))
@@ -401,14 +455,18 @@ class PolicyLoss:
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
         """See `DivisibleLoss`."""
-        if not self.per_sample:
+        if not self.per_sample or (self.teacher is not None and self.teacher.log_probs.dim() > 1):
             return None
         samples, drawn = ([size[k] for size in sizes] for k in (0, 1))
-        cuts: dict[str, Sequence[Tensor | None]] = {"length_N": torch.split(self.length_N, samples)}
+        cuts: dict[str, Sequence[Any]] = {"length_N": torch.split(self.length_N, samples)}
         names = ("weight_A", "advantage_A", "rollout_log_probs_A", "ref_log_probs_A", "old_log_probs_A")
         for name in names:
             column: Tensor | None = getattr(self, name)
             cuts[name] = [None] * len(sizes) if column is None else torch.split(column, drawn)
+        if self.teacher is not None:
+            cuts["teacher"] = [
+                replace(self.teacher, log_probs=part) for part in torch.split(self.teacher.log_probs, drawn)
+            ]
         return [
             replace(self, stats={}, **dict(zip(cuts, part, strict=True))) for part in zip(*cuts.values(), strict=True)
         ]

@@ -21,7 +21,7 @@ from asyncflow.errors import BadRequest, ConfigError
 from weightsync.plan import Box, Need
 from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
-from workers.rows.packed_rows import Sequences
+from workers.rows.packed_rows import Sequences, TokenSets
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
@@ -62,10 +62,12 @@ class Generation:
 
     index: int  # the request's, like `ticket`
     response_R: Tensor  # int64 [R], including the end-of-sequence or stop token if one was produced
-    log_probs_R: Tensor  # float32 [R], natural log under the tempered distribution, before top-p and top-k
+    # float32 [R], natural log under the tempered distribution: before top-p and top-k or, with `kept`, after them
+    log_probs_R: Tensor
     versions_R: Tensor  # int32 [R], step of the weights that drew each token
     truncated: bool  # cut at the request's limit
     ticket: int = 0
+    kept: TokenSets | None = None  # what each token was drawn from, with `rollout.keep_sampling_mask`
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
         """Return the response cut after the token that completes a stop string, and that stop; or whole, and None."""
@@ -79,6 +81,7 @@ class Generation:
             log_probs_R=self.log_probs_R[:number],
             versions_R=self.versions_R[:number],
             truncated=False,
+            kept=None if self.kept is None else self.kept.part(0, number),
         )
         return kept, stopped
 
@@ -331,7 +334,20 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
     sample = int(batch.prompt_lengths.argmin())
     if not int(batch.prompt_lengths[sample]):
         raise BadRequest(f"sample {sample} of a micro-batch begins with a drawn token; it needs one before it")
-    lowest, highest = int(batch.tokens_T.min()), int(batch.tokens_T.max())
+    ids = [batch.tokens_T]
+    assert batch.others is None or batch.kept is None, "a batch has no sets of two kinds"
+    sets = batch.kept if batch.others is None else batch.others
+    if sets is not None:
+        num_ids = len(sets.ids_P)
+        if len(sets.counts_A) != batch.num_drawn or int(sets.counts_A.sum()) != num_ids:
+            raise BadRequest(
+                f"a micro-batch has {batch.num_drawn} drawn tokens, but sets of {num_ids} other tokens for "
+                f"{len(sets.counts_A)}"
+            )
+        if batch.kept is not None and not bool(batch.kept.contains(batch.tokens_T[batch.response_mask_T.bool()]).all()):
+            raise BadRequest("a micro-batch has a token that is not among those that it was drawn from")
+        ids += [sets.ids_P] if num_ids else []
+    lowest, highest = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
     if lowest < 0 or highest >= vocab_size:
         unknown = lowest if lowest < 0 else highest
         raise BadRequest(f"a micro-batch has token {unknown}; the model has {vocab_size} tokens")
@@ -379,6 +395,16 @@ class FrozenEngine(Protocol):
         """Create a directory and write the weights there as safetensors, in their own element type."""
 
 
+@runtime_checkable
+class TopTokensEngine(FrozenEngine, Protocol):
+    """A `FrozenEngine` that also gives a distribution's most likely tokens."""
+
+    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+        """Return the K most likely tokens where each drawn token was drawn, int32 [A, K], most likely first, and their
+        log-probabilities under the tempered distribution, float32 [A, K]; K is `k`, or the vocabulary if that is
+        smaller."""
+
+
 class TrainedEngine(Protocol):
     """Common to all training engines; all methods but `zero_grad` are collective over the ranks that hold the model."""
 
@@ -410,8 +436,9 @@ class SleepingTrainer(TrainedEngine, Sleeper, Protocol):
     copies of the policy, if it has any."""
 
 
-# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients.
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients. For a batch
+# with `Sequences.others` a third argument has their log-probabilities, [P], with gradient.
+LossFunction = Callable[..., Tensor]
 
 
 @runtime_checkable

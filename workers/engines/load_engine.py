@@ -15,8 +15,16 @@ from asyncflow.process import keep_freed_memory
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_settings
 from workers.calls.user_function import load_class, load_function
-from workers.engines.base import EngineSetup, FrozenEngine, GenerateEngine, Sleeper, TrainEngine, ValueEngine
-from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
+from workers.engines.base import (
+    EngineSetup,
+    FrozenEngine,
+    GenerateEngine,
+    Sleeper,
+    TopTokensEngine,
+    TrainEngine,
+    ValueEngine,
+)
+from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES, ActorConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.rollout import ENGINES, SamplingConfig
 from workers.settings.run import RunConfig
@@ -58,6 +66,21 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
     )  # fmt: skip
     engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
     return engine
+
+
+def load_teacher(config: RunConfig, model_dir: Path, *, device: torch.device) -> TopTokensEngine:
+    """Return a teacher as section `teacher` says; collective over a copy's ranks."""
+    teacher, temperature = config.teacher, config.rollout.temperature
+    if teacher.engine == "fsdp":
+        from workers.engines.fsdp.sharding import FsdpFrozenModel
+
+        computation = ActorConfig(autocast=config.model.dtype, shared_prompt=teacher.shared_prompt)
+        return FsdpFrozenModel(model_dir, computation, temperature=temperature, device=device, weights_dir=model_dir)
+    from workers.engines.hf.frozen import FrozenModel
+
+    return FrozenModel(
+        model_dir, config.model, temperature=temperature, device=device, shared_prompt=teacher.shared_prompt
+    )
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":

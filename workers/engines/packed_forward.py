@@ -3,7 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, groupby
@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from asyncflow.device import to_device
 from asyncflow.vendors import vendor_of
+from tq.columns import Int64s
 from workers.engines.base import check_sequences
 from workers.engines.device_memory import LOGITS_TILE
-from workers.rows.packed_rows import Sequences
+from workers.rows.packed_rows import Sequences, TokenSets
 
 # Log-probabilities and entropies from hidden states through a language model's head, without materializing the logits.
 #
@@ -45,6 +46,29 @@ TILE = LOGITS_TILE  # logits of a tile; two tiles are held at once (128 MiB each
 _ALIGNED = 64  # tiles have a multiple of this many rows, which suits matrix units
 
 
+@dataclass(frozen=True)
+class OtherTokens:
+    """Further tokens whose log-probabilities are wanted, in the order of their ids: a tile then has a run of them."""
+
+    ids_P: Tensor  # int64 [P], ascending token ids of the whole vocabulary
+    place_P: Tensor  # int64 [P], the drawn token that each belongs to
+    order_P: Tensor  # int64 [P], ascending -> the caller's order
+    back_P: Tensor  # int64 [P], the caller's order -> ascending
+    host_ids: Int64s  # `ids_P` in host memory
+
+    @staticmethod
+    def of(sets: TokenSets, device: torch.device) -> "OtherTokens":
+        """Sort the sets, which are in host memory, and move them to `device`."""
+        ids_P, order_P = sets.ids_P.long().sort(stable=True)
+        place_P = torch.arange(len(sets.counts_A)).repeat_interleave(sets.counts_A.long())[order_P]
+        back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P)))
+        return OtherTokens(*to_device([ids_P, place_P, order_P, back_P], device), ids_P.numpy())
+
+    def in_tile(self, first: int, end: int) -> slice:
+        """Return the run of tokens with ids from `first` to `end`, excluding `end`."""
+        return slice(*self.host_ids.searchsorted([first, end]).tolist())
+
+
 @dataclass
 class HeadRequest:
     """What to compute with a head."""
@@ -58,6 +82,7 @@ class HeadRequest:
     # Whether to compute the entropies' gradient; None: whenever there is one. If both results were joined into one
     # tensor there always is one, possibly all zeros; `note_entropy_gradient` then decides.
     trains_entropy: bool | None = None
+    others: OtherTokens | None = None  # only if no other ranks hold rows
 
 
 def has_unrounded_products(weight: Tensor) -> bool:
@@ -87,20 +112,56 @@ def head_log_probs(
     the element type of `hidden_AD`, in which products are computed; for float64 results are float64. Entropies that
     were not requested are 0, without gradient.
     """
-    found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden_AD, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
+    return head_results(hidden_AD, weight_VD, bias_V, request)[:2]
+
+
+def head_results(
+    hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `head_log_probs`; third are the log-probabilities of `request.others`, [P], empty without these."""
+    assert request.group is None or request.others is None, "others are not merged over ranks"
+    found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(hidden_AD, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
     return found
+
+
+@torch.no_grad()
+def head_top_log_probs(
+    hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, temperature: float, k: int
+) -> tuple[Tensor, Tensor]:
+    """Return the `k` most likely tokens at each place, int64 [A, K], and their log-probabilities, float32 [A, K].
+
+    K is the size of the vocabulary if that is smaller than `k`. No rank may hold other rows of the head.
+    """
+    request = HeadRequest(hidden_AD.new_zeros(len(hidden_AD), dtype=torch.int64), temperature, entropy=False)
+    tiles = _Tiles(hidden_AD, weight_VD, bias_V, request)
+    sums = _Sums(len(hidden_AD), tiles.dtype, hidden_AD.device)
+    best_AK = torch.empty(len(hidden_AD), 0, dtype=tiles.dtype, device=hidden_AD.device)
+    ids_AK = torch.empty(len(hidden_AD), 0, dtype=torch.int64, device=hidden_AD.device)
+    for rows, z_An in tiles:
+        found_AK, column_AK = z_An.topk(min(k, z_An.shape[1]), dim=1)
+        best_AK, ids_AK = torch.cat([best_AK, found_AK], 1), torch.cat([ids_AK, column_AK + rows.start], 1)
+        best_AK, column_AK = best_AK.topk(min(k, best_AK.shape[1]), dim=1)
+        ids_AK = ids_AK.gather(1, column_AK)
+        sums.raise_most(z_An.amax(1))
+        sums.sum_A += z_An.sub_(sums.most_A.unsqueeze(1)).exp_().sum(1)
+    return ids_AK, best_AK - (sums.most_A + sums.sum_A.log()).unsqueeze(1)
 
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(hidden_AD, weight_VD, bias_V, request)
         sums = _Sums(len(hidden_AD), tiles.dtype, hidden_AD.device)
         # The entropy needs z and e^z at once; without it, e^z overwrites the tile.
         exponentials = torch.empty_like(tiles.buffer) if request.entropy else tiles.buffer
+        others = request.others
+        other_P = torch.empty(0 if others is None else len(others.ids_P), dtype=tiles.dtype, device=hidden_AD.device)
         for rows, z_An in tiles:
+            if others is not None:
+                run = others.in_tile(rows.start, rows.stop)
+                other_P[run] = z_An[others.place_P[run], others.ids_P[run] - rows.start]
             column_A1, inside_A1 = tiles.targets_in_tile(rows)
             sums.target_A += (z_An.gather(1, column_A1) * inside_A1)[:, 0]
             sums.raise_most(z_An.amax(1))
@@ -113,20 +174,23 @@ class _HeadLogProbs(torch.autograd.Function):
             sums.merge_ranks(request.group)
         log_sum_A = sums.sum_A.log()
         entropy_A = log_sum_A - sums.weighted_A / sums.sum_A if request.entropy else torch.zeros_like(log_sum_A)
-        if not request.entropy:
-            ctx.mark_non_differentiable(entropy_A)
+        without = [*(() if request.entropy else (entropy_A,)), *((other_P,) if others is None else ())]
+        ctx.mark_non_differentiable(*without)
         # A None gradient stays None, so `backward` can skip the entropy's work.
         ctx.set_materialize_grads(False)
         ctx.request, ctx.main_grad = request, getattr(weight_VD, "main_grad", None)
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A, entropy_A)
-        return (sums.target_A - sums.most_A) - log_sum_A, entropy_A
+        if others is not None:
+            other_P = ((other_P - sums.most_A[others.place_P]) - log_sum_A[others.place_P])[others.back_P]
+        return (sums.target_A - sums.most_A) - log_sum_A, entropy_A, other_P
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient_A: Tensor | None, entropy_gradient_A: Tensor | None
+        ctx: Any, gradient_A: Tensor | None, entropy_gradient_A: Tensor | None, other_gradient_P: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         hidden_AD, weight_VD, bias_V, log_total_A, entropy_A = ctx.saved_tensors
+        others = None if other_gradient_P is None else ctx.request.others
         if gradient_A is None:
             gradient_A = torch.zeros_like(log_total_A)
         if ctx.request.trains_entropy is False:
@@ -137,6 +201,11 @@ class _HeadLogProbs(torch.autograd.Function):
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
         hidden_grad_AD = torch.zeros_like(hidden_AD, dtype=tiles.dtype)
         factor_A1 = (gradient_A / -ctx.request.temperature).unsqueeze(1)
+        if others is not None:
+            # Each other token adds (1[token] - p) g, like the target.
+            other_P = other_gradient_P[others.order_P] / ctx.request.temperature
+            of_others_A1 = torch.zeros_like(gradient_A).index_add_(0, others.place_P, other_P).unsqueeze(1)
+            of_others = torch.empty_like(tiles.buffer)
         if entropy_gradient_A is not None:
             entropy_factor_A1 = (entropy_gradient_A / -ctx.request.temperature).unsqueeze(1)
             of_entropy = torch.empty_like(tiles.buffer)
@@ -148,11 +217,18 @@ class _HeadLogProbs(torch.autograd.Function):
             z_An.exp_()
             if entropy_gradient_A is not None:
                 of_entropy_An.mul_(z_An)
+            if others is not None:
+                of_others_An = torch.mul(z_An, -of_others_A1, out=of_others[: z_An.numel()].view_as(z_An))
+                run = others.in_tile(rows.start, rows.stop)
+                places = others.place_P[run], others.ids_P[run] - rows.start
+                of_others_An.index_put_(places, other_P[run], accumulate=True)
             column_A1, inside_A1 = tiles.targets_in_tile(rows)
             z_An.scatter_(1, column_A1, z_An.gather(1, column_A1) - inside_A1)
             z_An.mul_(factor_A1)
             if entropy_gradient_A is not None:
                 z_An.add_(of_entropy_An)
+            if others is not None:
+                z_An.add_(of_others_An)
             dz_An = z_An.to(weight_VD.dtype)
             if returned:
                 torch.mm(dz_An.T, hidden_AD, out=weight_grad_VD[rows])
@@ -361,6 +437,8 @@ class PackedInputs:
     # sorted one.
     predictors_A: Tensor
     targets_A: Tensor  # int64 [A], the drawn tokens
+    others: OtherTokens | None = None  # the batch's, or what each token was drawn from
+    masks: bool = False  # whether they are the latter
 
     @staticmethod
     def from_batch(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
@@ -389,7 +467,10 @@ class PackedInputs:
             ],
             device,
         )
-        return PackedInputs(fed_T, positions_T, layout, predictors_A, drawn_A)
+        sets = batch.kept if batch.others is None else batch.others
+        others = None if sets is None else OtherTokens.of(sets, device)
+        masks = batch.kept is not None
+        return PackedInputs(fed_T, positions_T, layout, predictors_A, drawn_A, others, masks)
 
 
 class InputsOfBatch:
@@ -424,7 +505,7 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
             first += lengths[rows]
             rows += 1
         num_pieces = max(1, num_pieces - 1)
-        yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.response_mask_T[start:first])
+        yield batch.part(slice(begin, rows), slice(start, first))
 
 
 def use_float32_logits(model: nn.Module) -> None:
@@ -449,6 +530,14 @@ def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
     return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
 
 
+class HeadResults(NamedTuple):
+    """What a loss is computed from; all have a gradient where enabled."""
+
+    log_probs_A: Tensor  # of the drawn tokens, under the tempered distribution
+    entropy_A: Tensor  # of that distribution; empty if it was not asked for
+    others_P: Tensor  # of `Sequences.others`; empty without these
+
+
 def response_log_probs(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -456,29 +545,67 @@ def response_log_probs(
 
     Both have a gradient where enabled. Without `entropy` the second result is empty.
     """
-    known: Any = model
-    # The logits are never materialized, except for models that change them after the head (scaling, capping) or whose
-    # head is not a plain linear layer.
-    head = known.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or _whole_logits.get(head):
-        return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)
-    request = HeadRequest(inputs.targets_A, temperature, entropy)
-    patched: Any = head
-    # Patch the head's own forward: FSDP2 has gathered its weight there, and its result passes the model's hooks.
-    patched.forward = partial(_head_forward, head, request)
-    try:
-        found_A2 = _forward(model, inputs)
-    finally:
-        del patched.forward
-    if head not in _whole_logits:  # the first time only, since it waits for the device
-        _whole_logits[head] = not bool((found_A2[-1] == _WITNESS).all())
-        if _whole_logits[head]:
-            return response_log_probs(model, inputs, temperature, entropy=entropy)
-    log_probs_A, entropy_A = found_A2[:-1].unbind(-1)
+    return response_results(model, inputs, temperature, entropy=entropy)[:2]
+
+
+def response_results(
+    model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
+) -> HeadResults:
+    """Like `response_log_probs`, with the log-probabilities of the inputs' other tokens, float32 [P]."""
+    if not inputs.masks:
+        return _whole_results(model, inputs, temperature, entropy=entropy)
+    assert inputs.others is not None
+    return masked_results(_whole_results(model, inputs, temperature, entropy=False), inputs.others)
+
+
+def masked_results(whole: HeadResults, kept: OtherTokens) -> HeadResults:
+    """Return results under the distribution over the kept tokens, whose log-probabilities are `whole.others_P`.
+
+    log q = log p - log (sum of p over the kept)        entropy = - sum of q log q over the kept
+    """
+    # Source: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask": both policies of a ratio share the truncated
+    # distribution's support.
+    place_P, num_drawn = kept.place_P[kept.back_P], len(whole.log_probs_A)
+    most_A = whole.others_P.detach().new_full((num_drawn,), -torch.inf)
+    most_A = most_A.scatter_reduce(0, place_P, whole.others_P.detach(), "amax")
+    sums_A = torch.zeros_like(most_A).index_add(0, place_P, (whole.others_P - most_A[place_P]).exp())
+    total_A = most_A + sums_A.log()
+    kept_P = whole.others_P - total_A[place_P]
+    entropy_A = -torch.zeros_like(most_A).index_add(0, place_P, kept_P.exp() * kept_P)
+    return HeadResults(whole.log_probs_A - total_A, entropy_A, kept_P.detach()[:0])
+
+
+def _whole_results(model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool) -> HeadResults:
+    head = _tiled_head(model)
+    if head is None:
+        return _of_whole_logits(response_logits(model, inputs), inputs, temperature, entropy=entropy)
+    request = HeadRequest(inputs.targets_A, temperature, entropy, others=inputs.others)
+    found_R2 = _through_head(model, inputs, head, partial(_head_forward, head, request))
+    if found_R2 is None:
+        return _whole_results(model, inputs, temperature, entropy=entropy)
+    num_drawn, num_others = len(inputs.targets_A), 0 if inputs.others is None else len(inputs.others.ids_P)
+    log_probs_A, entropy_A = found_R2[:num_drawn].unbind(-1)
+    others_P = found_R2[num_drawn:].flatten()[:num_others]
     if not entropy:
-        return log_probs_A, log_probs_A.detach()[:0]
+        return HeadResults(log_probs_A, log_probs_A.detach()[:0], others_P)
     note_entropy_gradient(entropy_A, request)
-    return log_probs_A, entropy_A
+    return HeadResults(log_probs_A, entropy_A, others_P)
+
+
+@torch.no_grad()
+def response_top_log_probs(model: nn.Module, inputs: PackedInputs, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+    """Return the `k` most likely tokens where each drawn token was drawn, int32 [A, K], and their log-probabilities,
+    float32 [A, K]; see `head_top_log_probs`."""
+    head = _tiled_head(model)
+    if head is None:
+        log_probs_AV = (response_logits(model, inputs) / temperature).log_softmax(-1)
+        log_probs_AK, ids_AK = log_probs_AV.topk(min(k, log_probs_AV.shape[1]), dim=-1)
+        return ids_AK.int(), log_probs_AK
+    found_RJ = _through_head(model, inputs, head, partial(_top_forward, head, temperature, k))
+    if found_RJ is None:
+        return response_top_log_probs(model, inputs, temperature, k)
+    ids_AK, log_probs_AK = found_RJ.chunk(2, dim=-1)
+    return ids_AK.int(), log_probs_AK
 
 
 # Head -> whether its model changes the logits; filled on first use.
@@ -486,11 +613,51 @@ _whole_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _WITNESS = 1 / 3  # a number that any scaling, capping or rounding of the head's output would change
 
 
-def _head_forward(head: nn.Linear, request: HeadRequest, hidden_1AD: Tensor) -> Tensor:
-    """Return [1, A + 1, 2] in place of logits: log-probabilities and entropies, then a row of `_WITNESS`."""
-    found_A2 = torch.stack(head_log_probs(hidden_1AD[0], head.weight, head.bias, request), dim=-1)
+def _tiled_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head if the logits need not be materialized; None for models that change them after the head (scaling,
+    capping) or whose head is not a plain linear layer."""
+    known: Any = model
+    head = known.get_output_embeddings()
+    return head if isinstance(head, nn.Linear) and not _whole_logits.get(head) else None
+
+
+def _through_head(
+    model: nn.Module, inputs: PackedInputs, head: nn.Linear, forward: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return what `forward` has in place of the head's logits, [R, J]; None: the model changes its head's results."""
+    patched: Any = head
+    # Patch the head's own forward: FSDP2 has gathered its weight there, and its result passes the model's hooks.
+    patched.forward = lambda hidden_1AD: _with_witness(forward(hidden_1AD[0]))
+    try:
+        found_RJ = _forward(model, inputs)
+    finally:
+        del patched.forward
+    if head not in _whole_logits:  # the first time only, since it waits for the device
+        _whole_logits[head] = not bool((found_RJ[-1] == _WITNESS).all())
+        if _whole_logits[head]:
+            return None
+    return found_RJ[:-1]
+
+
+def _with_witness(found_RJ: Tensor) -> Tensor:
+    """Return [1, R + 1, J] in place of logits: what was found, then a row of `_WITNESS`."""
     # A new tensor: FSDP2 warns about views.
-    return torch.cat([found_A2[None], found_A2.new_full((1, 1, 2), _WITNESS)], dim=1)
+    return torch.cat([found_RJ[None], found_RJ.new_full((1, 1, found_RJ.shape[1]), _WITNESS)], dim=1)
+
+
+def _head_forward(head: nn.Linear, request: HeadRequest, hidden_AD: Tensor) -> Tensor:
+    """Return [R, 2]: log-probabilities and entropies of drawn tokens, then the others' log-probabilities in pairs."""
+    log_probs_A, entropy_A, others_P = head_results(hidden_AD, head.weight, head.bias, request)
+    found_A2 = torch.stack([log_probs_A, entropy_A], dim=-1)
+    if not len(others_P):
+        return found_A2
+    return torch.cat([found_A2, pad(others_P, (0, len(others_P) % 2)).view(-1, 2)])
+
+
+def _top_forward(head: nn.Linear, temperature: float, k: int, hidden_AD: Tensor) -> Tensor:
+    """Return [A, 2 K]: ids, which float32 holds up to 2^24, and log-probabilities."""
+    ids_AK, log_probs_AK = head_top_log_probs(hidden_AD, head.weight, head.bias, temperature=temperature, k=k)
+    return torch.cat([ids_AK.to(log_probs_AK.dtype), log_probs_AK], dim=1)
 
 
 def _forward(model: nn.Module, inputs: PackedInputs) -> Tensor:
@@ -506,18 +673,19 @@ def _forward(model: nn.Module, inputs: PackedInputs) -> Tensor:
     return logits_AV
 
 
-def _of_whole_logits(
-    logits_AV: Tensor, targets_A: Tensor, temperature: float, *, entropy: bool
-) -> tuple[Tensor, Tensor]:
+def _of_whole_logits(logits_AV: Tensor, inputs: PackedInputs, temperature: float, *, entropy: bool) -> HeadResults:
     if temperature != 1.0:
         logits_AV = logits_AV / temperature
     log_probs_AV = logits_AV.log_softmax(-1)
-    log_probs_A = log_probs_AV.gather(-1, targets_A.unsqueeze(-1)).squeeze(-1)
+    log_probs_A = log_probs_AV.gather(-1, inputs.targets_A.unsqueeze(-1)).squeeze(-1)
+    others, others_P = inputs.others, log_probs_A.detach()[:0]
+    if others is not None:
+        others_P = log_probs_AV[others.place_P, others.ids_P][others.back_P]
     if not entropy:
-        return log_probs_A, log_probs_A.detach()[:0]
+        return HeadResults(log_probs_A, log_probs_A.detach()[:0], others_P)
     # Recompute in the backward pass: keeping it would store two more copies of the logits, which few losses need.
     entropy_A: Tensor = checkpoint(_entropy, log_probs_AV, use_reentrant=False)
-    return log_probs_A, entropy_A
+    return HeadResults(log_probs_A, entropy_A, others_P)
 
 
 def _entropy(log_probs_AV: Tensor) -> Tensor:

@@ -263,6 +263,8 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         ("rollout: a function or an agent of your own", config.rollout.is_own),
         ("actor.num_mini_batches, actor.ppo_epochs: more than one update a step", config.actor.num_updates > 1),
         ("algorithm.group_filter: groups that are replaced", config.algorithm.filters_groups),
+        ("algorithm.top_k: tokens that were not drawn", getattr(config.algorithm, "top_k", 0) > 0),
+        ("rollout.keep_sampling_mask: kept tokens", config.rollout.keeps_mask),
         ("actor.tri_model: copies of the policy", config.actor.tri_model),
         ("weightsync.lora: adapter", config.sends_adapter),
         ("algorithm.ref_update_interval: a reference that follows", bool(config.algorithm.ref_update_interval)),

@@ -67,7 +67,9 @@ class GapLimits:
         if error is None:
             return None
         chosen = config.algorithm.filters_groups or bool(config.schedule.lateness) or rollout.is_own
-        return GapLimits(error, surprise=rollout.top_p == 1 and not rollout.top_k and not chosen)
+        # With the masks, log-probabilities and entropies are of the distribution that was drawn from.
+        whole = (rollout.top_p == 1 and not rollout.top_k) or rollout.keeps_mask
+        return GapLimits(error, surprise=whole and not chosen)
 
     def mean(self, entropy: float) -> float:
         """Return the largest allowed mean absolute difference (nats) at a given mean entropy of the tokens."""
@@ -277,9 +279,9 @@ class ComparedLoss:
     comparison: Comparison
     loss: LossFunction
 
-    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor, *others_P: Tensor) -> Tensor:
         self.comparison.compare_tokens(log_probs_A, entropy_A)
-        return self.loss(log_probs_A, entropy_A)
+        return self.loss(log_probs_A, entropy_A, *others_P)
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
         """See `DivisibleLoss`."""

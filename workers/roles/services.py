@@ -34,7 +34,7 @@ from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.records.samples import LeaseLog, kept_groups
 from workers.rows.packed_rows import supervised_columns
-from workers.settings.dataflow import PROMPT_COLUMNS, WEIGHTS
+from workers.settings.dataflow import PROMPT_COLUMNS, TEACHER, WEIGHTS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
@@ -62,7 +62,10 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
         config.ref.engine_options,
         config.model.dtype,
         config.algorithm.ref_update_interval,
+        config.ref.path,
+        getattr(config.algorithm, "top_k", 0),
     ),
+    TEACHER: lambda config: (config.teacher.models, config.model.dtype, getattr(config.algorithm, "top_k", 0)),
     "compute_advantages_and_returns": lambda config: config.algorithm,
 }
 

@@ -26,7 +26,8 @@ from workers.records.samples import SampleLog
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer, turn_rewards_column
 from workers.rows.finished import FinishedRollout
-from workers.settings.dataflow import TURN_IDS, TURN_REWARDS
+from workers.rows.packed_rows import TokenSets
+from workers.settings.dataflow import KEPT_COLUMNS, TURN_IDS, TURN_REWARDS
 
 STOP_POLL_S = 0.2
 
@@ -292,7 +293,14 @@ def _turn_ids(rollout: FinishedRollout) -> Tensor:
 
 def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:
     """Return the outputs of task `actor_rollout`."""
+    kept = {}
+    if any(one.kept is not None for one in rollouts):
+        nothing = torch.zeros(0, dtype=torch.int32)  # of a rollout without drawn tokens
+        sets = [TokenSets(nothing, nothing) if one.kept is None else one.kept for one in rollouts]
+        parts = [one.ids_P for one in sets], [one.counts_A for one in sets]
+        kept = {name: Column.of_rows(rows) for name, rows in zip(KEPT_COLUMNS, parts, strict=True)}
     return {
+        **kept,
         "tokens": Column.of_rows([one.tokens_T for one in rollouts]),
         "sample_lengths": Column.of_rows([torch.tensor(one.sample_lengths, dtype=torch.int32) for one in rollouts]),
         "response_mask": Column.of_rows([one.response_mask_T for one in rollouts]),

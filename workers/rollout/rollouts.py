@@ -139,4 +139,5 @@ def single_turn(prompt_P: Tensor, generation: Generation) -> FinishedRollout:
         log_probs_A=generation.log_probs_R,
         versions_A=generation.versions_R,
         truncated=generation.truncated,
+        kept=generation.kept,
     )

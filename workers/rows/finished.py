@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.rows.packed_rows import TokenSets
+
 
 @dataclass(frozen=True, eq=False)
 class RolloutRequest:
@@ -34,9 +36,10 @@ class FinishedRollout:
     tokens_T: Tensor  # int64 [T], one sample after the other
     sample_lengths: Sequence[int]  # Tokens of each sample
     response_mask_T: Tensor  # uint8 [T], 1 where the policy drew
-    log_probs_A: Tensor  # float32 [A], natural log of the tempered distribution, before top-p and top-k
+    log_probs_A: Tensor  # float32 [A], natural log of the tempered distribution; see `Generation.log_probs_R`
     versions_A: Tensor  # int32 [A], step of the weights that drew each token
     truncated: bool  # Its response was cut, or a limit ended it
+    kept: TokenSets | None = None  # See `Generation.kept`
     reward: float | None = None  # From its function; None: `reward.function` decides. NaN: there is none.
     response: str | None = None  # Text to be scored; None: the drawn tokens' text
     turn_ids_A: Tensor | None = None  # int32 [A], the turn that drew each token (`TURN_IDS`); None: there is one

@@ -12,7 +12,7 @@ Legend of shapes: N rows, S their samples, T tokens of these, A drawn tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,11 +21,37 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from tq.policies import split_by_tokens
 from workers.rows.micro_batches import cut_by_rows, cut_by_tokens
-from workers.settings.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
+from workers.settings.dataflow import DRAWN_COLUMNS, KEPT_COLUMNS, SAMPLE_COLUMNS, WIDE_COLUMNS
 from workers.settings.engines import TrainingConfig
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
 # Columns of samples, in the trainer alone: drawn tokens of the sample and of its row; whether it is the row's first.
+
+
+@dataclass(frozen=True)
+class TokenSets:
+    """A set of token ids for each drawn token of a micro-batch; a set has no id twice."""
+
+    ids_P: Tensor  # int32 [P], one set after the other
+    counts_A: Tensor  # int32 [A], the size of each set
+
+    @staticmethod
+    def from_column(column: Column, num_drawn: int) -> "TokenSets":
+        """Return the sets of a column in which each of `num_drawn` tokens has equally many ids."""
+        size = len(column.values) // max(1, num_drawn)
+        return TokenSets(column.values, torch.full((num_drawn,), size, dtype=torch.int32))
+
+    def contains(self, tokens_A: Tensor) -> Tensor:
+        """Return bool [A]: whether each drawn token is in its set."""
+        place_P = torch.arange(len(self.counts_A)).repeat_interleave(self.counts_A.long())
+        is_own_P = self.ids_P == tokens_A[place_P]
+        return torch.zeros(len(tokens_A), dtype=torch.bool).index_put((place_P[is_own_P],), torch.tensor(True))
+
+    def part(self, begin: int, end: int) -> "TokenSets":
+        """Return the sets of drawn tokens `begin` to `end`."""
+        first = int(self.counts_A[:begin].sum())
+        counts_A = self.counts_A[begin:end]
+        return TokenSets(self.ids_P[first : first + int(counts_A.sum())], counts_A)
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,11 @@ class Sequences:
     tokens_T: Tensor  # int64 [T], one sample after the other
     lengths_N: Tensor  # int32 [N], tokens of each sample
     response_mask_T: Tensor  # uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
+    # Tokens whose log-probabilities a loss needs beside those of the drawn ones.
+    others: TokenSets | None = None
+    # The tokens that each drawn one was drawn from (top-p, top-k), itself included: log-probabilities and entropies are
+    # those of the distribution over them. None: all tokens. Not together with `others`.
+    kept: TokenSets | None = None
 
     @property
     def num_drawn(self) -> int:
@@ -48,6 +79,14 @@ class Sequences:
         place_T = (torch.arange(len(self.tokens_T)) - starts_N[sample_T]).int()
         drawn_T = self.response_mask_T.bool()
         return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
+
+    def part(self, samples: slice, tokens: slice) -> "Sequences":
+        """Return neighbouring samples, of which `tokens` are the tokens."""
+        mask_T = self.response_mask_T[tokens]
+        begin = int(self.response_mask_T[: tokens.start].sum())
+        end = begin + int(mask_T.sum())
+        others, kept = (None if sets is None else sets.part(begin, end) for sets in (self.others, self.kept))
+        return Sequences(self.tokens_T[tokens], self.lengths_N[samples], mask_T, others, kept)
 
     @staticmethod
     def from_turns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
@@ -82,8 +121,13 @@ def drawn_per_row(batch: PackedBatch) -> Tensor:
 
 
 def drawn_column(values_A: Tensor, batch: PackedBatch) -> Column:
-    """Return a column with a value per drawn token, [A] on any device; `batch`: column `response_mask`."""
-    return Column(values_A.cpu(), drawn_per_row(batch))
+    """Return a column with a value, or K, per drawn token, [A] or [A, K] on any device; `batch`: `response_mask`."""
+    return per_drawn_token(values_A.flatten().cpu(), drawn_per_row(batch))
+
+
+def per_drawn_token(values: Tensor, drawn_N: Tensor) -> Column:
+    """Return the column of rows with `drawn_N` drawn tokens, int32 [N], that have equally many values each."""
+    return Column(values, drawn_N * (len(values) // max(1, int(drawn_N.sum()))))
 
 
 def drawn_per_sample(batch: PackedBatch) -> Tensor:
@@ -120,6 +164,8 @@ def samples_of(batch: PackedBatch) -> PackedBatch:
     for name, column in batch.columns.items():
         if name in DRAWN_COLUMNS or (name == "advantages" and torch.equal(column.lengths, drawn_N)):
             columns[name] = Column(column.values, drawn_S)
+        elif name in WIDE_COLUMNS:
+            columns[name] = per_drawn_token(column.values, drawn_S)
         elif name not in columns:
             columns[name] = column if len(rows) == len(batch) else column.select(rows)
     groups = tuple(batch.groups[row] for row in rows) if batch.groups else ()
@@ -132,9 +178,18 @@ def _ones(mask_T: Tensor, length_K: Tensor) -> Tensor:
     return torch.zeros(len(length_K), dtype=torch.int32).index_add(0, piece_T, mask_T.int())
 
 
-def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the packed sequences of N >= 1 rows with the sample columns, neither padded nor sorted."""
-    return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
+def sequences_of(batch: PackedBatch, *, others: str | None = None) -> Sequences:
+    """Return the packed sequences of N >= 1 rows with the sample columns, neither padded nor sorted.
+
+    `others` names the column of `Sequences.others`, with equally many ids for each drawn token.
+    """
+    sequences = Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
+    if KEPT_COLUMNS[0] in batch.columns:
+        kept = TokenSets(*(batch[name].values for name in KEPT_COLUMNS))
+        sequences = replace(sequences, kept=kept)
+    if others is None:
+        return sequences
+    return replace(sequences, others=TokenSets.from_column(batch[others], sequences.num_drawn))
 
 
 def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[int]]:

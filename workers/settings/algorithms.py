@@ -26,8 +26,12 @@ from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.settings.dataflow import (
     ACTOR_TRAIN,
+    ADVANTAGES,
     CRITIC_TRAIN,
+    REF_TOP_COLUMNS,
     SAMPLE_COLUMNS,
+    TEACHER,
+    TEACHER_TOP_COLUMNS,
     TURN_IDS,
     TURN_REWARDS,
     Task,
@@ -473,36 +477,149 @@ class ReinforcePlusPlusConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):
 
 
 class DistillConfig(PPOClipConfig, PolicyConfig):
-    """On-policy distillation from a teacher, the reference that `ref.path` names: Gu et al. 2023 (arXiv 2306.08543),
-    Agarwal et al. 2023 (arXiv 2306.13649)."""
+    """On-policy distillation from a teacher: Gu et al. 2023 (arXiv 2306.08543), Agarwal et al. 2023 (arXiv
+    2306.13649). It is the reference that `ref.path` names or, beside a reference, the model of section `teacher`."""
 
     implementation = "workers.algorithms.algorithm:Distill"
     name: Literal["distill"] = "distill"
     """Name of the algorithm."""
-    kl_coef: float = Field(1.0, gt=0)
-    """Weight of log (teacher / policy) in each token's advantage."""
+    kl_coef: float = Field(1.0, ge=0)
+    """Weight of the divergence from the reference, which is the teacher. With `teacher_coef` it is not: then this is
+    the weight of the loss's KL term (k3), as in GRPO, and 0 unless it is given."""
+    teacher_coef: float = Field(0.0, ge=0)
+    """Weight of the divergence from the teacher that section `teacher` names, with role `teacher`. 0: the reference is
+    the teacher."""
+    top_k: int = Field(0, ge=0)
+    """How many tokens of the teacher's distribution are compared at each place. 0: the drawn token, whose advantage has
+    log (teacher / policy). K: the loss has the reverse KL divergence over the teacher's K most likely tokens, with all
+    others as one; it has less noise and needs no pass for the policy at the start of the step, and 8 K bytes per token
+    travel."""
     reward_coef: float = Field(0.0, ge=0)
     """Weight of GRPO's advantage from the rewards, which is added; 0: rewards are only measured."""
     max_kl: float | None = Field(None, gt=0)
-    """The run ends with an error when a step's metric `kl`, to the teacher, exceeds this (nats per token); null: never.
-    A student begins far from its teacher."""
+    """The run ends with an error when a step's metric `kl`, to the reference, exceeds this (nats per token); null:
+    never. A student begins far from its teacher."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the group's deviation of rewards."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_teacher(cls, section: Any) -> Any:
+        own = isinstance(section, Mapping) and section.get("teacher_coef")
+        return {"kl_coef": 0.0, **section} if own else section
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> Self:
+        if not (self.kl_coef or self.teacher_coef):
+            raise ValueError("kl_coef and teacher_coef are both 0, so nothing is learned from a teacher; set one")
+        return self
+
+    @property
+    def has_own_teacher(self) -> bool:
+        """Whether the teacher is another model than the reference."""
+        return self.teacher_coef > 0
+
+    @property
+    def teacher_column(self) -> str:
+        """The teacher's log-probabilities of drawn tokens."""
+        return TEACHER if self.has_own_teacher else "ref_log_probs"
+
+    @property
+    def top_columns(self) -> tuple[str, str]:
+        """The teacher's most likely tokens: ids, log-probabilities."""
+        return TEACHER_TOP_COLUMNS if self.has_own_teacher else REF_TOP_COLUMNS
+
+    @property
+    def teacher_weight(self) -> float:
+        return self.teacher_coef or self.kl_coef
+
     @property
     def follows_reference(self) -> bool:
-        return True
+        return not self.has_own_teacher
+
+    @property
+    def has_reward_penalty(self) -> bool:
+        """Whether the policy at the start of the step is compared with the teacher before the loss."""
+        return self.top_k == 0
+
+    @property
+    def kl_loss(self) -> tuple[float, KlEstimator]:
+        return self.kl_coef if self.has_own_teacher else 0.0, "k3"
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        return ("rewards", "old_log_probs", self.teacher_column) if self.has_reward_penalty else ("rewards",)
 
     @property
     def min_group_size(self) -> int:
         return 2 if self.reward_coef else 1
 
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        tasks = super().tasks(old_log_probs=old_log_probs)
+        if self.has_own_teacher:
+            *others, advantages, train = tasks
+            teacher = Task(TEACHER, "teacher", "teacher", inputs=SAMPLE_COLUMNS, outputs=(TEACHER,))
+            assert advantages.name == ADVANTAGES
+            tasks = (*others, teacher, advantages, replace(train, inputs=(*train.inputs, TEACHER)))
+        return tuple(self._with_top_tokens(task) for task in tasks) if self.top_k else tasks
+
     def check(self, run: Any) -> None:
-        if run.ref.path is None:
+        if self.has_own_teacher:
+            self._check_teacher(run)
+        elif run.ref.path is None:
             raise ConfigError(
                 "ref.path: null, but algorithm.name distill learns from a teacher; set it to the directory or "
                 "the name on the Hub of one"
             )
+        for key, given, able in (
+            ("actor.engine", run.actor.engine, ("fsdp",)),
+            ("ref.engine", "hf" if self.has_own_teacher else run.ref.engine, ("hf", "fsdp")),
+            ("actor.tri_model", run.actor.tri_model, (False,)),
+        ):
+            if self.top_k and given not in able:
+                raise ConfigError(
+                    f"{key}: {str(given).lower()} cannot be used with algorithm.top_k, which needs log-probabilities "
+                    f"of tokens that were not drawn; set it to {' or '.join(map(str, able)).lower()}, or top_k to 0"
+                )
+        role = "teacher" if self.has_own_teacher else "ref"
+        if self.top_k and run.roles.get(role) == 0:
+            raise ConfigError(
+                f"roles: {role}:0 cannot be used with algorithm.top_k, since processes outside put log-probabilities "
+                f"of drawn tokens; launch {role}:1, or set top_k to 0"
+            )
+
+    def _with_top_tokens(self, task: Task) -> Task:
+        """Return the task with the teacher's most likely tokens in place of its log-probabilities of drawn ones."""
+
+        def swapped(names: tuple[str, ...]) -> tuple[str, ...]:
+            found = ((self.top_columns if name == self.teacher_column else (name,)) for name in names)
+            return tuple(part for names in found for part in names)
+
+        return replace(task, inputs=swapped(task.inputs), outputs=swapped(task.outputs))
+
+    def _check_teacher(self, run: Any) -> None:
+        teacher, sources = run.teacher, run.data.source_names if run.data.mixture else ()
+        unknown = [name for name in teacher.sources if name not in sources]
+        missing = [name for name in sources if name not in teacher.sources]
+        if unknown:
+            known = " ".join(sources) or "none"
+            raise ConfigError(
+                f"teacher.sources: {unknown[0]!r} is no source of data.mixture (sources: {known}); correct the name"
+            )
+        is_outside = run.roles.get("teacher") == 0  # a process of the user's, which has the teacher (docs/outside.md)
+        if teacher.path is None and (missing or not sources) and not is_outside:
+            of = f" of the rows of {missing[0]}" if sources and teacher.sources else ""
+            raise ConfigError(
+                f"teacher.path: null, but algorithm.teacher_coef {self.teacher_coef:g} needs a teacher{of}; set it to "
+                f"the directory or the name on the Hub of one"
+            )
+        if "teacher" not in run.roles:
+            raise ConfigError(
+                f"roles: 'teacher' is missing, which computes for algorithm.teacher_coef; add it (--roles "
+                f"{run.roles_text},teacher:{run.teacher.ranks_per_copy})"
+            )
+        if teacher.engine == "fsdp" and teacher.shards == 1:
+            raise ConfigError("teacher.engine: fsdp divides a copy over ranks; set teacher.shards to 2 or more, or hf")
 
 
 class PPOConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):

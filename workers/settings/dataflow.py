@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from asyncflow.errors import ConfigError
 
-ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages", "evaluate")
+ROLES = ("rollout", "actor", "ref", "teacher", "critic", "reward", "actor_fwd", "advantages", "evaluate")
 ALIASES = {"reference": "ref"}
-_WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "evaluate")
+_WITH_MODELS = ("actor", "critic", "rollout", "ref", "teacher", "reward", "actor_fwd", "evaluate")
 # Roles that train a model. Each is one gang, gets its rows in rounds, and keeps its leases until the gang ends.
 TRAINERS = frozenset({"actor", "critic"})
 # Roles without a task: they read no queue and only look at the weights, so nothing waits for them.
@@ -43,17 +43,29 @@ ADMITTED = frozenset({*PROMPT_COLUMNS, *SAMPLE_COLUMNS, TASKS, SOURCES})
 # in which the turns ended; the reward of each turn, in that order.
 TURN_IDS, TURN_REWARDS = "turn_ids", "turn_rewards"
 # Columns of AsyncFlow's own tasks with one value per drawn token.
-DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns", TURN_IDS)
+DRAWN_COLUMNS = (
+    *("rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "versions", "values", "returns"),
+    TURN_IDS,
+)
+# Columns of AsyncFlow's own tasks with K values per drawn token: the ids of a model's K most likely tokens, int32, and
+# their log-probabilities.
+REF_TOP_COLUMNS = ("ref_top_ids", "ref_top_log_probs")
+TEACHER_TOP_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
+WIDE_COLUMNS = (*REF_TOP_COLUMNS, *TEACHER_TOP_COLUMNS)
+# With `rollout.keep_sampling_mask`: the ids that each drawn token was drawn from, int32, and how many there are.
+KEPT_COLUMNS = ("kept_ids", "kept_counts")
 # Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
 # The parts of a user's reward: numbers by name, for the metrics.
 REWARD_PARTS = "reward_parts"
+# The task of a teacher that is not the reference.
+TEACHER = "teacher_log_probs"
 # The task that compares responses.
 ADVANTAGES = "compute_advantages_and_returns"
 # Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 # Columns of AsyncFlow's own tasks with more than one value per response.
-TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, TURN_REWARDS)
+TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS, *WIDE_COLUMNS, *KEPT_COLUMNS, TURN_REWARDS)
 # Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 

@@ -154,6 +154,49 @@ class CriticConfig(TrainingConfig):
         return actor.model_copy(update=own)
 
 
+class TeacherModel(Settings):
+    """A model that the policy learns from."""
+
+    path: str | None = None
+    """A Hugging Face model directory or OWNER/NAME on the Hub; it must have the policy's tokens. A relative path is
+    looked up beside the config file, then in the working directory."""
+    revision: str | None = None
+    """Like `model.revision`."""
+
+
+class TeacherConfig(TeacherModel):
+    """A teacher beside the reference, in the role `teacher` (`algorithm.teacher_coef`)."""
+
+    sources: dict[str, TeacherModel] = Field({})
+    """Several teachers: name of a source of `data.mixture` -> the one of its rows, e.g. `{math: {path: org/math-7b}}`;
+    the other rows have that of `path`. Every rank holds them all."""
+    engine: Literal["hf", "fsdp"] = "hf"
+    """`hf`: transformers, one copy per rank. `fsdp`: FSDP2, `shards` ranks share a copy and divide its rows."""
+    shards: int = Field(1, ge=1)
+    """With `fsdp`: ranks that share a copy."""
+    micro_batch_size: int = Field(32, ge=1)
+    """Responses per forward pass. Rollouts of several turns are cut like those of the trained model."""
+    shared_prompt: bool = True
+    """Like `actor.shared_prompt`."""
+
+    @model_validator(mode="after")
+    def _sources_have_models(self) -> Self:
+        for name, one in self.sources.items():
+            if one.path is None:
+                raise ValueError(f"sources: {name} has no path; name its teacher")
+        return self
+
+    @property
+    def ranks_per_copy(self) -> int:
+        return self.shards if self.engine == "fsdp" else 1
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Setting -> directory of each teacher."""
+        named = {f"teacher.sources.{name}.path": one.path for name, one in self.sources.items()}
+        return {key: path for key, path in {"teacher.path": self.path, **named}.items() if path is not None}
+
+
 class RefConfig(Settings):
     """The frozen reference; all settings also hold for `actor_fwd`."""
 

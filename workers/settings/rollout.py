@@ -67,6 +67,11 @@ class SamplingConfig(Settings):
     `openai`."""
 
     @property
+    def keeps_mask(self) -> bool:
+        """Whether each token comes with the tokens that it was drawn from."""
+        return False
+
+    @property
     def draws_by(self) -> tuple[float, float, int]:
         """Temperature, top-p and top-k; those of greedy responses are all the same."""
         return (self.temperature, self.top_p, self.top_k) if self.temperature else (0.0, 1.0, 0)
@@ -100,6 +105,10 @@ class RolloutConfig(SamplingConfig):
 
     temperature: Temperature = Field(1.0, gt=0)
     """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
+    keep_sampling_mask: bool = False
+    """With top-p or top-k: keep the tokens that each one was drawn from, and train on the distribution over these.
+    Every log-probability and entropy of a drawn token, of the generating engine and the trainer, is then of that
+    distribution. Four bytes per kept token travel."""
     truncated: Literal["train", "mask"] = "train"
     """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     stop: tuple[str, ...] = ()
@@ -159,6 +168,10 @@ class RolloutConfig(SamplingConfig):
     """Largest file that such a process may write (GiB); 0: no limit."""
 
     @property
+    def keeps_mask(self) -> bool:
+        return self.keep_sampling_mask
+
+    @property
     def is_own(self) -> bool:
         """Whether rollouts are the user's functions or agents, not one response to each prompt."""
         return self.function is not None or self.agent is not None or bool(self.agent_command)
@@ -196,6 +209,24 @@ class RolloutConfig(SamplingConfig):
             if wrong := unusable_stop(text):
                 raise ValueError(f"{text!r} {wrong}")
         return texts
+
+    @model_validator(mode="after")
+    def _mask_can_be_kept(self) -> Self:
+        if not self.keep_sampling_mask:
+            return self
+        if self.top_p == 1 and not self.top_k:
+            raise ValueError("keep_sampling_mask needs top_p below 1 or top_k: without them every token is kept")
+        if self.engine != "hf":
+            raise ValueError(
+                f"keep_sampling_mask: engine {self.engine} does not say which tokens it kept; set engine to hf, or "
+                f"keep_sampling_mask to false"
+            )
+        if self.is_own:
+            raise ValueError(
+                f"keep_sampling_mask is for one response to each prompt, and {self.own_setting} has calls of its own; "
+                f"set it to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:

@@ -21,7 +21,7 @@ from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
 from workers.settings.algorithms import AlgorithmConfig, GRPOConfig
 from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart
-from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TrainingConfig
+from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TeacherConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rewards import RewardConfig
@@ -379,6 +379,7 @@ class RunConfig(Settings):
     lora: LoraConfig | None = None
     critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
+    teacher: TeacherConfig = TeacherConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     vllm: VllmConfig = VllmConfig()
     openai: OpenAIConfig = OpenAIConfig()
@@ -477,6 +478,8 @@ class RunConfig(Settings):
                 return self.ranks_per_instance(role)
             case "ref" | "actor_fwd":
                 return self.ref.ranks_per_copy
+            case "teacher":
+                return self.teacher.ranks_per_copy
             case "reward" if self.reward.model is not None:
                 return self.reward.model.shards
         return 1

@@ -21,8 +21,15 @@ from workers.data.tokenizer import TextDecoder
 from workers.engines.base import CopyingEngine, FrozenEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
-from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
-from workers.settings.dataflow import CRITIC_TRAIN, LOSS_WEIGHTS, SAMPLE_COLUMNS, TEXT_COLUMNS
+from workers.rows.packed_rows import (
+    Sequences,
+    drawn_per_row,
+    micro_batches,
+    per_drawn_token,
+    responses_of,
+    samples_of,
+)
+from workers.settings.dataflow import CRITIC_TRAIN, LOSS_WEIGHTS, SAMPLE_COLUMNS, SOURCES, TEXT_COLUMNS
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig
 from workers.settings.tasks import UserTaskConfig
@@ -33,6 +40,7 @@ from workers.tasks.column_tasks import (
     HostedColumn,
     ReferenceLogProbs,
     Rewards,
+    TeacherLogProbs,
     cut_of,
 )
 from workers.tasks.row import TaskRow
@@ -185,7 +193,8 @@ class TaskChain:
     def _on_rows(self, task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int) -> Mapping[str, Column]:
         if task.cut is None:
             return _compute(task, batch, step, largest_slice)
-        samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in SAMPLE_COLUMNS if len(batch)}))
+        names = [name for name in (*SAMPLE_COLUMNS, SOURCES) if name in batch.columns and len(batch)]
+        samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in names}))
         cuts = micro_batches(samples, task.cut)
         most = max_over_ranks(len(cuts)) if task.collective else len(cuts)
         parts = [task.compute_columns(samples.select(cut), step) for cut in cuts]
@@ -196,7 +205,9 @@ class TaskChain:
         # Cuts reorder samples: this puts the results back into the rows' order.
         back = sorted(range(len(order)), key=order.__getitem__)
         joined = {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
-        return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}
+        return {
+            name: per_drawn_token(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()
+        }
 
 
 def _compute(task: ColumnTask, batch: PackedBatch, step: int, largest_slice: int) -> Mapping[str, Column]:
@@ -225,6 +236,8 @@ def open_task(
             return _hosted("ref_log_probs", engine.open_copy(initial=True).log_probs, config.actor, config)
         case "ref_log_probs":
             return ReferenceLogProbs(context, engine)
+        case "teacher_log_probs":
+            return TeacherLogProbs(context)
         case "actor_log_probs" if engine is None:
             return FollowerLogProbs(context)
         case "actor_log_probs":

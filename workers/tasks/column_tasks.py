@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -20,14 +21,15 @@ from weightsync.version import Version
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.calls.user_function import excerpt
 from workers.engines.base import FrozenEngine, TrainEngine
-from workers.engines.load_engine import load_forward_model, load_reward_model
+from workers.engines.load_engine import load_forward_model, load_reward_model, load_teacher
 from workers.engines.weight_path import HeldWeights, open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.rows.packed_rows import Sequences, drawn_column, responses_of, sequences_of
-from workers.settings.dataflow import TASKS
+from workers.settings.algorithms import DistillConfig
+from workers.settings.dataflow import REF_TOP_COLUMNS, SOURCES, TASKS, TEACHER, TEACHER_TOP_COLUMNS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
@@ -131,13 +133,19 @@ class ReferenceLogProbs(ColumnTask):
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._interval = config.algorithm.ref_update_interval
+        algorithm = config.algorithm
+        is_teacher = isinstance(algorithm, DistillConfig) and not algorithm.has_own_teacher
+        self._top_k = algorithm.top_k if isinstance(algorithm, DistillConfig) and is_teacher else 0
         self._reference = ReferencePolicy(context, hosted=engine is not None)
         self._is_hosted = engine is not None
 
     def compute_columns(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `ref_log_probs`, float32 per drawn token."""
+        """Return `ref_log_probs`, float32 per drawn token, or the most likely tokens (`REF_TOP_COLUMNS`)."""
         held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
+        if self._top_k:
+            found = self._reference.top_log_probs(sequences_of(batch), self._top_k)
+            return {name: drawn_column(value_AK, batch) for name, value_AK in zip(REF_TOP_COLUMNS, found, strict=True)}
         return {"ref_log_probs": drawn_column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     @property
@@ -158,6 +166,46 @@ class ReferenceLogProbs(ColumnTask):
 
     def close(self) -> None:
         self._reference.close()
+
+
+class TeacherLogProbs(ColumnTask):
+    """What the teachers give the tokens that the policy drew, each for rows of its sources; in a role of its own."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        assert isinstance(config.algorithm, DistillConfig), "no other algorithm has the task"
+        self.num_rows = config.teacher.micro_batch_size
+        self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.teacher.shared_prompt}))
+        self._algorithm = config.algorithm
+        self._sources = config.teacher.sources
+        context.report_state(STARTING, LOADING)
+        paths = dict.fromkeys(config.teacher.models.values())
+        self._teachers = {path: load_teacher(config, Path(path), device=context.device) for path in paths}
+        self._path = config.teacher.path
+
+    def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `teacher_log_probs`, float32 per drawn token, or the most likely tokens (`TEACHER_TOP_COLUMNS`)."""
+        if not self._sources:
+            return self._columns_of(self._path, batch)
+        rows: dict[str | None, list[int]] = {}
+        for row, source in enumerate(batch[SOURCES].texts()):
+            path = self._sources[source].path if source in self._sources else self._path
+            rows.setdefault(path, []).append(row)
+        parts = [self._columns_of(path, batch.select(chosen)) for path, chosen in rows.items()]
+        order = [row for chosen in rows.values() for row in chosen]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return {name: Column.concatenate([part[name] for part in parts]).select(back) for name in parts[0]}
+
+    def close(self) -> None:
+        """Do nothing: the models end with the process."""
+
+    def _columns_of(self, path: str | None, batch: PackedBatch) -> Mapping[str, Column]:
+        assert path is not None, "the algorithm's check refuses rows without a teacher"
+        teacher, sequences, k = self._teachers[path], sequences_of(batch), self._algorithm.top_k
+        if not k:
+            return {TEACHER: drawn_column(teacher.log_probs(sequences), batch)}
+        found = teacher.top_log_probs(sequences, k)
+        return {name: drawn_column(value_AK, batch) for name, value_AK in zip(TEACHER_TOP_COLUMNS, found, strict=True)}
 
 
 class HostedColumn(ColumnTask):

@@ -11,10 +11,12 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import Job
 from tq.policies import StepSpec, TaskSpec, load_policy
 from workers.settings.dataflow import (
+    ACTOR_TRAIN,
     ADMITTED,
     ADVANTAGES,
     ALIASES,
     CRITIC_TRAIN,
+    KEPT_COLUMNS,
     LOSS_WEIGHTS,
     PROMPT_COLUMNS,
     REWARD_PARTS,
@@ -24,6 +26,7 @@ from workers.settings.dataflow import (
     SERVICES,
     SOURCES,
     TASKS,
+    TEACHER,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
     TRAINERS,
@@ -44,6 +47,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     """Return the run's tasks, producers before consumers. Raises ConfigError if a user's task does not fit into this
     graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
+    if config.rollout.keeps_mask:
+        graph = with_sampling_masks(graph)
     if config.rollout.is_own:
         graph = with_own_rollout(graph, in_turn_order=config.algorithm.in_turn_order)
     elif config.sends_tasks:
@@ -53,6 +58,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     if config.data.mixture:
         *others, train = graph
         graph = (*others, replace(train, inputs=(*train.inputs, SOURCES)))
+    if config.teacher.sources:
+        graph = tuple(replace(one, inputs=(*one.inputs, SOURCES)) if one.name == TEACHER else one for one in graph)
     if config.actor.tri_model:
         graph = without_models(graph)
     return with_user_tasks(graph, config.tasks)
@@ -81,6 +88,16 @@ def with_own_rollout(graph: Sequence[Task], *, in_turn_order: bool = False) -> t
     ]
     inputs = ("prompts", TASKS, "ground_truth")
     return tuple(replace(task, inputs=inputs) if task.name == "actor_rollout" else task for task in graph)
+
+
+def with_sampling_masks(graph: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the graph of a run that keeps what each token was drawn from: whatever computes log-probabilities of drawn
+    tokens reads it."""
+    readers = {"ref_log_probs", "actor_log_probs", ACTOR_TRAIN}
+    made = (
+        replace(one, outputs=(*one.outputs, *KEPT_COLUMNS)) if one.name == "actor_rollout" else one for one in graph
+    )
+    return tuple(replace(one, inputs=(*one.inputs, *KEPT_COLUMNS)) if one.name in readers else one for one in made)
 
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:

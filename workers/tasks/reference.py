@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
-from workers.engines.base import FrozenEngine
+from workers.engines.base import FrozenEngine, TopTokensEngine
 from workers.engines.load_engine import load_frozen_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import LOADING, STARTING, WorkerContext
@@ -121,6 +121,12 @@ class ReferencePolicy:
             self._load_weights(self._receiver, needed)
         with self.computing():
             return self._model.log_probs(batch)
+
+    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+        """See `TopTokensEngine`; only for a reference that stays the same."""
+        assert isinstance(self._model, TopTokensEngine), "the algorithm's check refuses other engines"
+        with self.computing():
+            return self._model.top_log_probs(batch, k)
 
     def computing(self) -> AbstractContextManager[None]:
         """Enter while ranks that share the model compute together; see `SharedReceiver`."""

@@ -83,7 +83,7 @@ def _shared_rounds(
 ) -> Iterator[Round | NoRows]:
     """Yield the lead's rounds on every rank that shares the model."""
     config, size = context.config, context.gang.num_ranks
-    if context.gang.role == REWARD:  # a reward model has no stages
+    if context.gang.role in (REWARD, "teacher"):  # these models have no stages
         engine, place = "fsdp", ReplicaPlace(0, 1, (tuple(range(size)),), context.rank)
     else:
         engine, place = config.ref.engine, ReplicaPlace.of_copy(config.ref, context.rank, size)

@@ -327,6 +327,7 @@ class Learner:
     engine: TrainedEngine
     loss: Callable[[PackedBatch, torch.device], MicroLoss]
     first_step: int = 1  # The first step that trains the model
+    other_tokens: str | None = None  # `Algorithm.other_tokens`
 
     def train(
         self,
@@ -347,7 +348,7 @@ class Learner:
             return None
         if scored is None:
             loss: MicroLoss = self.loss(batch, device)
-            sequences = sequences_of(batch)
+            sequences = sequences_of(batch, others=self.other_tokens)
         else:
             loss = LossOfMicroStep(scored, lambda whole: self.loss(whole, device))
             sequences = scored.sequences
@@ -363,6 +364,7 @@ def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
         engine,
         lambda batch, device: algorithm.loss(batch, device=device),
         first_step=1 + config.critic_only_steps,
+        other_tokens=algorithm.other_tokens,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ from workers.engines import packed_forward as log_prob_head
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import (
     HeadRequest,
+    OtherTokens,
     PackedInputs,
     head_log_probs,
+    head_results,
+    head_top_log_probs,
     note_entropy_gradient,
     response_log_probs,
+    response_results,
+    response_top_log_probs,
     use_float32_logits,
 )
-from workers.rows.packed_rows import Sequences
+from workers.rows.packed_rows import Sequences, TokenSets
 
 A, D, V = 21, 16, 150
 TEMPERATURE = 0.7
@@ -148,6 +154,60 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient() -> None:
     assert seen.products == 5 + 3 * 5  # logits again, and both gradients
 
 
+def token_sets() -> TokenSets:
+    """Ragged sets, one empty and one of the whole vocabulary; a drawn token may be in its own set."""
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(1, 9, (A,), generator=generator)
+    counts[4], counts[5] = 0, V
+    sets = [torch.randperm(V, generator=generator)[:count] for count in counts.tolist()]
+    return TokenSets(torch.cat(sets).int(), counts.int())
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("with_all", [False, True])
+def test_other_tokens_and_their_gradients_are_those_of_whole_logits(
+    dtype: torch.dtype, rtol: float, with_all: bool
+) -> None:
+    hidden, weight, bias, targets = inputs(dtype)
+    exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+    sets = token_sets()
+    logits = torch.nn.functional.linear(*exact) / TEMPERATURE
+    place = torch.arange(A).repeat_interleave(sets.counts_A)
+    theirs = logits.log_softmax(-1)[place, sets.ids_P]
+    request = HeadRequest(targets, TEMPERATURE, entropy=True, others=OtherTokens.of(sets, torch.device("cpu")))
+    *both, ours = head_results(hidden, weight, bias, request)
+    assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < rtol
+    factor = torch.linspace(-1, 2, len(place), dtype=torch.float64)
+    expected = whole(*exact, targets)
+    total = (theirs * factor).sum() + with_all * ((expected[0] * 0.3).sum() - (expected[1] * 0.7).sum())
+    found = (ours * factor).sum() + with_all * ((both[0] * 0.3).sum() - (both[1] * 0.7).sum())
+    total.backward()
+    found.backward()
+    for leaf, other in zip((hidden, weight, bias), exact, strict=True):
+        assert leaf.grad is not None and other.grad is not None
+        assert float((leaf.grad - other.grad).norm() / other.grad.norm()) < rtol
+    plain = head_log_probs(hidden, weight, bias, HeadRequest(targets, TEMPERATURE, entropy=True))
+    assert all(one.equal(other) for one, other in zip(both, plain, strict=True)), "other tokens changed the drawn ones'"
+
+
+@pytest.mark.parametrize("k", [1, 7, V, V + 5])
+def test_most_likely_tokens_are_those_of_whole_logits(k: int) -> None:
+    hidden, weight, bias, _ = inputs(torch.float64)
+    expected = (torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE).log_softmax(-1).topk(min(k, V))
+    ids, log_probs = head_top_log_probs(hidden, weight, bias, temperature=TEMPERATURE, k=k)
+    torch.testing.assert_close((ids, log_probs), (expected.indices, expected.values.detach()))
+
+
+def test_no_tensor_of_other_or_most_likely_tokens_is_larger_than_a_tile() -> None:
+    hidden, weight, _, targets = inputs(torch.float32)
+    sets = TokenSets(torch.arange(4).repeat(A).int(), torch.full((A,), 4, dtype=torch.int32))
+    with Largest() as seen:
+        request = HeadRequest(targets, TEMPERATURE, entropy=False, others=OtherTokens.of(sets, torch.device("cpu")))
+        head_results(hidden, weight, None, request)[2].sum().backward()  # type: ignore[no-untyped-call]
+        head_top_log_probs(hidden, weight, None, temperature=TEMPERATURE, k=4)
+    assert seen.size == V * D < A * V
+
+
 class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Products that return their float32 sums: PyTorch has them on CUDA alone."""
 
@@ -252,6 +312,17 @@ def test_a_model_that_changes_its_logits_is_computed_as_a_whole(tmp_path: Path, 
         for tokens, mask in zip(*parts, strict=True):
             log_probs = plain(tokens[None]).logits[0, :-1].log_softmax(-1)
             expected.append(log_probs.gather(-1, tokens[1:, None])[:, 0][mask[1:].bool()])
-    for _ in range(2):  # asked, and known
+    drawn = batch.num_drawn
+    every = TokenSets(torch.arange(13).repeat(drawn).int(), torch.full((drawn,), 13, dtype=torch.int32))
+    packed = replace(packed, others=OtherTokens.of(every, torch.device("cpu")))
+    for ask in range(2):  # asked, and known
+        log_prob_head._whole_logits.clear()
         found, _ = response_log_probs(model, packed, 1.0)
         torch.testing.assert_close(found.detach(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+        if not ask:
+            log_prob_head._whole_logits.clear()
+        others = response_results(model, packed, 1.0).others_P.view(drawn, 13)
+        torch.testing.assert_close(others.gather(1, packed.targets_A[:, None])[:, 0], found)
+        ids, best = response_top_log_probs(model, packed, 1.0, 3)
+        torch.testing.assert_close(best, others.topk(3).values.detach())
+        torch.testing.assert_close(others.gather(1, ids.long()).detach(), best)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engines.hf.engine import draw_tokens
+from workers.engines.hf.engine import draw_from_kept, draw_tokens
 from workers.settings.rollout import SamplingConfig
 
 
@@ -80,3 +80,20 @@ def test_no_prefix_sum_is_of_floats(changes: dict[str, float], monkeypatch: pyte
 
     monkeypatch.setattr(torch.Tensor, "cumsum", as_on_cuda)
     draw_tokens(torch.randn(8, 5), torch.linspace(0, 0.99, 8), config(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.6}, {"temperature": 0.5}])
+def test_kept_tokens_are_those_that_can_be_drawn(changes: dict[str, float]) -> None:
+    """The draws are the same; the log-probabilities are of what is left, and add up to 1."""
+    given = config(**({"top_k": 4} | changes))
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
+    uniform = (torch.arange(5000) + 0.5) / 5000
+    for row in logits:
+        tokens, log_probs, kept = draw_from_kept(row.expand(5000, 11), uniform, given)
+        expected, whole = draw_tokens(row.expand(5000, 11), uniform, given)
+        assert tokens.equal(expected)
+        assert all(ids.equal(kept[0]) and ids.dtype == torch.int32 for ids in kept)
+        assert set(kept[0].tolist()) == set(tokens.tolist())
+        mass = (row / given.temperature).softmax(-1)[kept[0].long()].sum()
+        torch.testing.assert_close(log_probs, whole - mass.log())
+        torch.testing.assert_close(tokens.bincount(minlength=11)[tokens] / 5000, log_probs.exp(), rtol=0, atol=1e-3)

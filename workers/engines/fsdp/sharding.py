@@ -55,7 +55,14 @@ from workers.engines.hf.weights import HfWeights
 from workers.engines.npu_kernels import fuse_layers, has_fused_adamw
 from workers.engines.offload import OffloadedState
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, cut, response_log_probs, response_logits
+from workers.engines.packed_forward import (
+    InputsOfBatch,
+    cut,
+    response_log_probs,
+    response_logits,
+    response_results,
+    response_top_log_probs,
+)
 from workers.engines.shared_model import SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
@@ -413,11 +420,9 @@ class FsdpEngine(ShardedModel):
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         inputs = self._inputs(batch)
-        log_probs_A, entropy_A = response_log_probs(
-            self._compute_model(), inputs, self._temperature, entropy=batch is not None
-        )
+        found = response_results(self._compute_model(), inputs, self._temperature, entropy=batch is not None)
         # A rank without rows still needs a backward pass, to take part in FSDP2's collectives.
-        total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
+        total = found.log_probs_A.sum() * 0.0 if batch is None else loss(*found[: 2 + (batch.others is not None)])
         total.backward()  # type: ignore[no-untyped-call]
 
     def shards(self) -> Iterable[Shard]:
@@ -527,7 +532,7 @@ class FsdpCopy(SharedModel, OffloadedState):
 
 
 class FsdpFrozenModel(FsdpCopy):
-    """A model that is not trained, sharded over ranks that split each batch; implements `FrozenEngine`.
+    """A model that is not trained, sharded over ranks that split each batch; implements `TopTokensEngine`.
 
     Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
     the model that its config.json describes.
@@ -594,6 +599,21 @@ class FsdpFrozenModel(FsdpCopy):
         assert batch is not None, "all ranks get the same batch"
         check_sequences(batch, vocab_size=self._vocab_size)
         return over_ranks(batch, super().log_probs, count=lambda part: part.num_drawn)
+
+    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+        """See `TopTokensEngine`; computed like `log_probs`."""
+        check_sequences(batch, vocab_size=self._vocab_size)
+        k = min(k, self._vocab_size)
+
+        @torch.no_grad()
+        def compute(part: Sequences | None) -> Tensor:
+            ids_AK, log_probs_AK = response_top_log_probs(self._model, self._inputs(part), self._temperature, k)
+            reshard(self._model)
+            # In one vector, since ranks exchange one; float32 holds ids up to 2^24.
+            return torch.cat([ids_AK.to(log_probs_AK.dtype), log_probs_AK], dim=1).flatten()
+
+        found_AJ = over_ranks(batch, compute, count=lambda part: part.num_drawn * 2 * k).view(-1, 2 * k)
+        return found_AJ[:, :k].int(), found_AJ[:, k:]
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from workers.engines.hf.model import (
 )
 from workers.engines.packed_attention import alike_attention
 from workers.engines.packed_forward import use_float32_logits
+from workers.rows.packed_rows import TokenSets
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -167,6 +168,7 @@ class RunningResponse:
     request: GenerateRequest
     slot: int  # its row in the engine's tensors
     tokens: list[int]  # prompt and response
+    kept: list[Tensor] = field(default_factory=list)  # int32, what each token was drawn from, if that is kept
 
     @property
     def num_tokens(self) -> int:
@@ -520,7 +522,13 @@ class HfEngine(CheckedEngine):
         # Skip the gather in the common case: one row of logits per response, in order.
         if inputs.logit_rows != list(range(len(logits_UV))):
             logits_UV = logits_UV[torch.tensor(inputs.logit_rows, device=self._device)]
-        token_B, log_prob_B = draw_tokens(logits_UV, self._uniforms_SM[slots_B, columns_B], self._sampling)
+        uniform_B = self._uniforms_SM[slots_B, columns_B]
+        if self._sampling.keeps_mask:
+            token_B, log_prob_B, kept = draw_from_kept(logits_UV, uniform_B, self._sampling)
+            for response, ids in zip(inputs.responses, kept, strict=True):
+                response.kept.append(ids)
+        else:
+            token_B, log_prob_B = draw_tokens(logits_UV, uniform_B, self._sampling)
         self._responses_SM[slots_B, columns_B] = token_B
         self._log_probs_SM[slots_B, columns_B] = log_prob_B
         self._versions_SM[slots_B, columns_B] = self.version
@@ -552,7 +560,32 @@ class HfEngine(CheckedEngine):
             versions_R=versions_R,
             truncated=truncated,
             ticket=response.request.ticket,
+            kept=_kept_sets(response.kept) if self._sampling.keeps_mask else None,
         )
+
+
+def _kept_sets(kept: Sequence[Tensor]) -> TokenSets:
+    """Return a response's sets in normal tensors, not inference-mode ones; callers are in inference mode."""
+    with torch.inference_mode(False):
+        counts_R = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
+        ids_P = torch.empty(int(counts_R.sum()), dtype=torch.int32).copy_(torch.cat(list(kept)))
+    return TokenSets(ids_P, counts_R)
+
+
+def draw_from_kept(
+    logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Like `draw_tokens` with top-k or top-p, but log-probabilities are of the distribution that remains; third are the
+    tokens that it has, int32 on the CPU, for each row."""
+    log_probs_BV = tempered_log_probs(logits_BV, config)
+    weights_BK, order_BV = _filtered(log_probs_BV.exp(), config)
+    column_B1 = _invert(weights_BK, uniform_B).unsqueeze(-1)
+    kept_BK, ids_BK = weights_BK > 0, order_BV[:, : weights_BK.shape[1]]
+    token_B1 = ids_BK.gather(-1, column_B1)
+    total_B1 = log_probs_BV.gather(-1, ids_BK).masked_fill(~kept_BK, -torch.inf).logsumexp(-1, keepdim=True)
+    log_prob_B = (log_probs_BV.gather(-1, token_B1) - total_B1).squeeze(-1)
+    kept = torch.split(ids_BK[kept_BK].int().cpu(), kept_BK.sum(-1).tolist())
+    return token_B1.squeeze(-1), log_prob_B, kept
 
 
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -605,6 +638,13 @@ def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float
 
 
 def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> Tensor:
+    sorted_BV, order_BV = _filtered(probs_BV, config)
+    return order_BV.gather(-1, _invert(sorted_BV, uniform_B).unsqueeze(-1)).squeeze(-1)
+
+
+def _filtered(probs_BV: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Return the probabilities that top-k and top-p leave, descending and 0 for others, [B, K]; and all tokens in that
+    order, int64 [B, V]."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     if config.top_k > 0:
         sorted_BV = sorted_BV[:, : config.top_k]
@@ -612,7 +652,7 @@ def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) 
         units_BV = _fixed_point(sorted_BV)
         before_BV = units_BV.cumsum(-1) - units_BV
         sorted_BV = sorted_BV * (before_BV < config.top_p * units_BV.sum(-1, keepdim=True))
-    return order_BV.gather(-1, _invert(sorted_BV, uniform_B).unsqueeze(-1)).squeeze(-1)
+    return sorted_BV, order_BV
 
 
 def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from workers.engines.hf.model import (
 from workers.engines.hf.weights import HfWeights
 from workers.engines.offload import OffloadedState
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
+from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_top_log_probs
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import TrainingConfig
 from workers.settings.lora import LoraConfig
@@ -45,7 +45,7 @@ from workers.settings.run import ModelConfig
 
 
 class FrozenModel(OffloadedState):
-    """Computes log-probabilities of drawn tokens, without gradient; implements `FrozenEngine` and `Sleeper`.
+    """Computes log-probabilities of drawn tokens, without gradient; implements `TopTokensEngine` and `Sleeper`.
 
     Args:
         weights_dir: directory of the safetensors; None: `model_dir`.
@@ -120,6 +120,9 @@ class FrozenModel(OffloadedState):
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]
+
+    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+        return response_top_log_probs(self._model, self._inputs(batch), self._temperature, k)
 
 
 class RewardModel(OffloadedState):
