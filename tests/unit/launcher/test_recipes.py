@@ -104,7 +104,7 @@ def test_evaluations_that_recipes_suggest_are_accepted(
         own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
         result = CliRunner().invoke(launch, [name, *own, "--run-dir", str(tmp_path / "run"), "--dry-run"])
         assert result.exit_code == 0, result.output
-    assert found == 3
+    assert found == 7
 
 
 def _reward_model(policy: Path, path: Path) -> Path:
