@@ -13,12 +13,13 @@ from benchmarks.planner.papers import ablation_rows, plan_of_ablation
 from benchmarks.planner.recipes import PERIODIC, best_of_paper, best_step_s, compare, layout_text, open_recipe
 from launcher.plan.plan_report import open_planner
 from launcher.plan.search import Planner, with_changes
+from workers.settings.schedule import ScheduleMode
 
 ASYNCFLOW = "qwen2.5-7b-grpo-deepscaler-npu"
 """With the task and the model of arXiv 2507.01663, on the 16 NPUs of its stability."""
 _DEVICES = {ASYNCFLOW: "ascend-910c"} | dict.fromkeys(PERIODIC, "ascend-910b")
 """Recipe -> device: of the first paper the catalogue's with nodes of 16, of the second the one that it names."""
-_FORMS = {"sync": ("sync", 0), "periodic": ("periodic", 0), "async": ("async", 1)}
+_FORMS = {"sync": (ScheduleMode.SYNC, 0), "periodic": (ScheduleMode.PERIODIC, 0), "async": (ScheduleMode.ASYNC, 1)}
 _MEASURED = dict(zip(PERIODIC, (1.92, 1.28, 1.66, 2.00), strict=True))
 """The second paper's gain of periodic over sync."""
 _SCALED = {16: 188.2, 32: 171.8, 64: 163.2}
@@ -43,7 +44,7 @@ class Line:
         return self.recipe, self.form, str(self.devices), self.layout, step, f"{self.over:.2f}", self.papers
 
 
-COLUMNS = ("recipe", "form", "NPUs", "layout", "step (s)", "over the first", "the paper")
+COLUMNS = ("recipe", "form", "NPUs", "layout", "step (s)", "times the first", "the paper")
 
 
 def stability(directory: Path) -> Iterator[Line]:
@@ -53,8 +54,9 @@ def stability(directory: Path) -> Iterator[Line]:
 
 def staleness(directory: Path) -> Iterator[Line]:
     planner = open_recipe(ASYNCFLOW, _DEVICES[ASYNCFLOW], directory)
-    bounds = {f"at most {bound}": ("async" if bound else "periodic", bound) for bound in (0, 1, 2, 4, 8)}
-    yield from _forms(ASYNCFLOW, planner, bounds, {})
+    modes = {bound: ScheduleMode.ASYNC if bound else ScheduleMode.PERIODIC for bound in (0, 1, 2, 4, 8)}
+    forms = {f"at most {bound}": (mode, bound) for bound, mode in modes.items()}
+    yield from _forms(ASYNCFLOW, planner, forms, {})
 
 
 def periodic(directory: Path) -> Iterator[Line]:
@@ -65,7 +67,7 @@ def periodic(directory: Path) -> Iterator[Line]:
 
 
 def ablation(directory: Path) -> Iterator[Line]:
-    planner, plan = plan_of_ablation(directory / "ablation")
+    planner, plan = plan_of_ablation(directory)
     steps = list(ablation_rows(planner, plan))
     layout = " ".join([plan.roles_text, *plan.changes])
     form = ("one task after the other", "+ streamed", "+ asynchronous")
@@ -107,7 +109,7 @@ PLANS: Mapping[str, Callable[[Path], Iterator[Line]]] = {
 
 
 def _forms(
-    recipe: str, planner: Planner, schedules: Mapping[str, tuple[str, int]], papers: Mapping[str, str]
+    recipe: str, planner: Planner, schedules: Mapping[str, tuple[ScheduleMode, int]], papers: Mapping[str, str]
 ) -> Iterator[Line]:
     """Yield the recipe as it is laid out, under each schedule."""
     first_s = math.nan

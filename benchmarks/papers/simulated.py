@@ -148,6 +148,7 @@ def _draw_scaling(shares: Mapping[int, Sequence[float]], planned: Mapping[int, f
     axis.errorbar(instances, [each.value for each in means], yerr=halves, capsize=3, marker="o", label="measured")
     axis.plot([units * _INSTANCES for units in planned], list(planned.values()), "k--", label="planned")
     axis.set_xscale("log", base=2)
+    axis.set_xticks([units * _INSTANCES for units in planned], [str(units * _INSTANCES) for units in planned])
     axis.set(xlabel="instances", ylabel="samples per second and instance, over the first", ylim=(0, 1.1))
     axis.legend(frameon=False)
     axis.grid(alpha=0.25)

@@ -146,7 +146,7 @@ def layout_text(config: RunConfig) -> str:
     """Return how a run is laid out, for people."""
     sizes = config.actor.megatron
     return (
-        f"{config.roles}, instances of {config.vllm.tensor_parallel_size}, replicas of TP{sizes.tensor_parallel} "
+        f"{config.roles_text}, instances of {config.vllm.tensor_parallel_size}, replicas of TP{sizes.tensor_parallel} "
         f"CP{sizes.context_parallel} PP{sizes.pipeline_parallel}"
     )
 
