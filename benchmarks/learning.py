@@ -287,8 +287,8 @@ def _sft_differences(rank: int, ranks: int, directory: Path) -> dict[str, float]
         for tokens, mask in rows:
             labels = torch.where(mask.bool(), tokens, -100)[1:]
             total = total + cross_entropy(judge(tokens[None]).logits[0, :-1], labels, reduction="sum")
-        (total / number).backward()
-        wanted = {name: parameter.grad for name, parameter in judge.named_parameters()}
+        (total / number).backward()  # type: ignore[no-untyped-call]
+        wanted = {name: parameter.grad for name, parameter in judge.named_parameters() if parameter.grad is not None}
 
         engine = FsdpEngine(model_dir, actor=config.actor, temperature=1.0, device=cpu, seed=0)
         if dtype == torch.float64:

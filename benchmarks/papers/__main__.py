@@ -97,8 +97,8 @@ def main() -> int:
         "--units", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of scaling: trainers, each with four instances"
     )
     given = parser.parse_args()
-    if given.seeds < 1 or given.steps < 0 or min(given.bounds) < 0 or min(given.units) < 1:
-        parser.error("--seeds and --units are at least 1, --steps and --bounds at least 0")
+    if given.seeds < 1 or given.steps in (1, 2) or given.steps < 0 or min(given.bounds) < 0 or min(given.units) < 1:
+        parser.error("give at least one seed and one unit, three steps (0: the experiment's own), and no bound below 0")
     if given.model is not None and given.experiment != "stability":
         parser.error("--model is for stability")
     if given.dry_run:

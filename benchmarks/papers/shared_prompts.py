@@ -63,7 +63,8 @@ def shared_prompts(given: Given) -> Found:
                 for key, value in own.items():
                     found[name].setdefault(key, []).append(value)
                 say_when(f"seed {seed} {shape}: {own['of_count']:.3f} of the count, step {own['step_x']:.2f}x")
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
     for name, (prompt, response, count) in _SHAPES.items():
         gains = {key: mean_of(values) for key, values in found[name].items()}
         counted = counted_x((prompt, response, count))

@@ -43,7 +43,8 @@ def ablation(given: Given) -> Found:
             say_when(f"seed {seed} {name}: {seconds[name][-1]:.2f} s a step, ideal {ideals[name][-1]:.2f} s")
     gains = {name: _over(seconds["sync"], of_seeds) for name, of_seeds in seconds.items()}
     ideal_gains = {name: statistics.fmean(_over(ideals["sync"], of_seeds)) for name, of_seeds in ideals.items()}
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
     for name, label in _ABLATED.items():
         gain = mean_of(gains[name])
         cells = (mean_of(seconds[name]).text(2), gain.text(2), f"{ideal_gains[name]:.2f}", f"{_PAPERS[name]:.2f}")
@@ -91,7 +92,9 @@ def scaling(given: Given) -> Found:
     first = given.units[0]
     planned = {units: _planned_rate(units) for units in (*given.units, *_PREDICTED) if units not in _between(given)}
     ideals = {units: _ideal_rate(units, steps, skip) for units in given.units}
-    rows, figures, shares = [], {}, {}
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
+    shares: dict[int, list[float]] = {}
     for units, predicted in planned.items():
         processes = f"{units * _INSTANCES} + {units}"
         expected = predicted / planned[first]

@@ -25,7 +25,8 @@ _QUICKSTART, _SMOLLM2 = "quickstart", "smollm2-two-digit-sums-cpu"
 _STEPS = {_QUICKSTART: 60, _SMOLLM2: 40}
 _ROLES = {_QUICKSTART: "rollout:2,actor:1,ref:1,evaluate:1", _SMOLLM2: "rollout:1,actor:1,evaluate:1"}
 _OWN = {
-    _QUICKSTART: ("evaluate.interval=5",),
+    # Drawn as in training, since the likeliest responses are all right after a few steps.
+    _QUICKSTART: ("evaluate.interval=3", "evaluate.temperature=1.0", "evaluate.n_samples_per_prompt=8"),
     # 64 of the 400 held-out sums, often: an evaluation of all is as much work as six steps.
     _SMOLLM2: ("evaluate.interval=8", "evaluate.max_prompts=64", "algorithm.kl_coef=0"),
 }
@@ -76,7 +77,8 @@ def stability(given: Given) -> Found:
     own = _OWN[recipe] if given.model is None else (*_OWN[recipe], f"model.path={given.model}")
     runs = _train(given, recipe, _STABILITY, own)
     shortest_s = min(ran.times_s()[-1] for of_seeds in runs.values() for ran in of_seeds)
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
     for key, label in _CURVES.items():
         for share in (0.25, 0.5, 0.75, 1.0):
             at = share * shortest_s
@@ -142,8 +144,8 @@ def _draw_stability(runs: Runs, shortest_s: float, figure: "Figure") -> None:
     axes = figure.subplots(1, len(_CURVES))
     for axis, (key, label) in zip(axes, _CURVES.items(), strict=True):
         for number, (name, of_seeds) in enumerate(runs.items()):
-            curves = [np.interp(clock, *_curve(ran, key)) for ran in of_seeds]
-            draw_band(axis, clock, curves, f"C{number}", f"asynchronous {name}")
+            curves = [np.interp(clock, *_curve(ran, key)).tolist() for ran in of_seeds]
+            draw_band(axis, clock.tolist(), curves, f"C{number}", f"asynchronous {name}")
         axis.set(xlabel="seconds since step 1 began", ylabel=label)
     axes[0].legend(frameon=False)
 
@@ -156,7 +158,8 @@ def staleness(given: Given) -> Found:
     schedules = {str(bound): ("async" if bound else "periodic", bound) for bound in given.bounds}
     steps = given.steps or _STEPS[_QUICKSTART]
     runs = _train(given, _QUICKSTART, schedules, (f"evaluate.interval={steps}",))
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
     first = runs[str(given.bounds[0])]
     for name, of_seeds in runs.items():
         mean_age = mean_of([float(np.mean(ran.column("staleness_mean"))) for ran in of_seeds])
