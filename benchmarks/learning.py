@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--json [FILE]] [--seeds 5] [--steps 60] [--plot docs/learning.png]
     python benchmarks/learning.py --algorithms [NAME ...] [--json [FILE]] [--seeds 5]
-    python benchmarks/learning.py --distill [--json [FILE]] [--seeds 5] [--steps 60]
+    python benchmarks/learning.py --only PART ... [--json [FILE]]
 
     accuracy_SCHEDULE         mean over seeds of the accuracy of the last 5 steps; async2: max_staleness 2
     points_vs_sync_SCHEDULE   the difference to sync, in points of a hundred
@@ -16,13 +16,31 @@ With `--algorithms` each algorithm (all, or those named) under sync and async2, 
     accuracy_ALGORITHM_SCHEDULE       mean over seeds, as above
     accuracy_std_ALGORITHM_SCHEDULE   its deviation over seeds
 
-With `--distill`, a teacher is trained first (GRPO, seed 1000), and each seed's student learns the task twice, by GRPO
-and from the teacher's 8 likeliest tokens (`algorithm.top_k`), with the quickstart's own settings otherwise:
+With `--only` these parts, each a few minutes at most but for the first:
 
-    grpo_steps, distill_steps    median over seeds of the first step with an accuracy of 0.95 or more; a run that never
-                                 comes so far counts as one step more than it has
-    distill_steps_x              median over seeds of distillation's / GRPO's
-    teacher_accuracy             of the teacher's last 5 steps
+    points       periodic_points        quickstart-tools under periodic, and under async with max_staleness 2, against
+                 async2_points          sync: accuracy of the last 5 steps, in points of a hundred. No prompt of them
+                                        was trained on before: a run draws 1,920 of 6,480 products
+                 ..._points_interval    half the width of the 95 % interval (Welch); there are more seeds, from
+                                        `--seeds` (at least 2) to 12, until both are 2 or less
+    pass_at_k    pass_at_k_max_abs      pass@k of an evaluation minus the closed form in exact fractions, n up to 64
+    sft_loss     sft_loss_max_rel       loss and gradients of SFT on a float64 model (GPT-2's architecture, whose norms
+                                        stay in float64), against torch's cross entropy of transformers' logits
+                 sft_engine_max_rel     the same of the engine in float32 on the quickstart's model: packed and row by
+                                        row, one rank and two
+    eval_pause   eval_pause             rows of 30 steps that were not generated before a background evaluation ended,
+                                        which outlasts the run: had one waited for it, it would count
+                 eval_pause_rows        rows that were generated beside it
+                 eval_pause_in_turns    the first count where evaluator, rollout and actor take turns on one device, and
+                                        rows do wait: shows that the count sees it
+    distill      distill_steps_x        median over seeds of the steps to an accuracy of 0.95 with a teacher's 8 likeliest
+                                        tokens (`algorithm.top_k`) / by GRPO; both otherwise with the quickstart's own
+                                        settings, the teacher trained first by GRPO (seed 1000)
+                 grpo_steps,            medians of the steps themselves; a run that never comes so far counts as one step
+                 distill_steps          more than it has
+                 teacher_accuracy       of the teacher's last 5 steps
+
+`async_wall_x` is a figure of `python benchmarks/papers stability`.
 
 Runs take turns: every schedule with seed 0, then with seed 1, ... so that what else the machine does hits all alike.
 The picture (needs matplotlib) shows reward, response length and its deviation, over steps and over wall clock: the
@@ -31,12 +49,12 @@ mean over seeds, and from the lowest to the highest.
 
 import argparse
 import math
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +62,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
-from asyncflow.json_lines import LineReader
+from benchmarks import say_when
+from benchmarks.intervals import difference_of
 from benchmarks.json_option import add_json_option, report
+from benchmarks.recipe_runs import RecipeRun, run_recipe
 
-COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),
-             "substep1": ("substep", 1)}  # fmt: skip
+             "substep1": ("substep", 1), "periodic": ("periodic", 0)}  # fmt: skip
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "grpo": (), "dr_grpo": ("scale_advantages_by_std=false", "loss_normalization=constant"), "dapo": ("name=dapo",),
     "gspo": ("name=gspo",), "cispo": ("name=cispo",), "dppo_tv": ("name=dppo",),
@@ -65,12 +84,13 @@ STEPS_AT_MOST = {"dapo": 35}
 LAST_STEPS = 5
 TARGET = 0.95
 TEACHER_SEED = 1000
+LITTLE_KEPT = ("rollout.samples_per_step=0", "checkpoint.interval=0")
 CURVES = {
     "reward_mean": "reward",
     "response_tokens_mean": "response length (tokens)",
     "response_tokens_std": "its deviation (tokens)",
 }
-Metrics = list[dict[str, Any]]
+Metrics = Sequence[Mapping[str, Any]]
 
 
 def train(
@@ -88,19 +108,18 @@ def train(
     Raises:
         SystemExit: the run failed; says what it printed.
     """
-    mode, max_staleness = SCHEDULES[schedule]
-    steps = min(steps, STEPS_AT_MOST.get(algorithm, steps))
-    settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
-                "rollout.samples_per_step=0", "checkpoint.interval=0", f"actor.num_mini_batches={mini_batches}",
+    settings = [*schedule_settings(schedule), f"seed={seed}", *LITTLE_KEPT, f"actor.num_mini_batches={mini_batches}",
                 *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
     if teacher is not None:
         settings += ["algorithm={name: distill, top_k: 8}", f"ref.path={teacher}"]
-    options = [part for setting in settings for part in ("--set", setting)]
-    command: list[str | Path] = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{algorithm}, {schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return LineReader(directory / "metrics.jsonl").read()
+    steps = min(steps, STEPS_AT_MOST.get(algorithm, steps))
+    return run_recipe("quickstart", directory, settings, steps=steps).metrics
+
+
+def schedule_settings(schedule: str) -> tuple[str, str]:
+    """Return the settings of one of `SCHEDULES`."""
+    mode, max_staleness = SCHEDULES[schedule]
+    return f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}"
 
 
 def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
@@ -111,8 +130,9 @@ def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
         figures[f"accuracy_{name}"] = statistics.fmean(accuracies)
         figures[f"staleness_{name}"] = statistics.fmean(line["staleness_mean"] for run in runs[name] for line in run)
         if name != "sync" and "sync" in final:
-            figures[f"points_vs_sync_{name}"] = 100 * (statistics.fmean(accuracies) - statistics.fmean(final["sync"]))
-            figures[f"points_interval_{name}"] = 100 * _half_width(accuracies, final["sync"])
+            points = difference_of(accuracies, final["sync"])
+            figures[f"points_vs_sync_{name}"] = 100 * points.value
+            figures[f"points_interval_{name}"] = 100 * points.half_width
     differences = [value for name, value in figures.items() if name.startswith("points_vs_sync_")]
     if differences:
         figures["worst_points_vs_sync"] = min(differences)
@@ -129,16 +149,18 @@ def table_of(runs: Mapping[tuple[str, str], Sequence[Metrics]]) -> dict[str, flo
     return figures
 
 
-def distill(*, seeds: int, steps: int, directory: Path) -> dict[str, float]:
-    """Train a teacher, then students of as many seeds with and without it; returns the figures."""
-    taught = train(directory / "teacher", "async1", seed=TEACHER_SEED, steps=steps)
-    teacher = directory / "teacher" / "checkpoints" / f"step_{steps:06d}" / "hf"
+def distill(seeds: int, steps: int) -> dict[str, float]:
+    """Train a teacher, then students of as many seeds with and without it."""
     alone, with_teacher = [], []
-    for seed in range(seeds):
-        alone.append(_steps_to_target(train(directory / f"grpo-{seed}", "async1", seed=seed, steps=steps)))
-        student = train(directory / f"distill-{seed}", "async1", seed=seed, steps=steps, teacher=teacher)
-        with_teacher.append(_steps_to_target(student))
-        print(f"seed {seed}: grpo {alone[-1]} steps, distill {with_teacher[-1]}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+        directory = Path(temporary)
+        taught = train(directory / "teacher", "async1", seed=TEACHER_SEED, steps=steps)
+        teacher = directory / "teacher" / "checkpoints" / f"step_{steps:06d}" / "hf"
+        for seed in range(seeds):
+            alone.append(_steps_to_target(train(directory / f"grpo-{seed}", "async1", seed=seed, steps=steps)))
+            student = train(directory / f"distill-{seed}", "async1", seed=seed, steps=steps, teacher=teacher)
+            with_teacher.append(_steps_to_target(student))
+            say_when(f"distill: seed {seed}: grpo {alone[-1]} steps, distill {with_teacher[-1]}")
     return {
         "teacher_accuracy": _final_accuracy(taught),
         "grpo_steps": statistics.median(alone),
@@ -156,27 +178,209 @@ def _final_accuracy(metrics: Metrics) -> float:
     return statistics.fmean(float(line["accuracy"]) for line in metrics[-LAST_STEPS:])
 
 
-def _half_width(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return half the 95 % interval of the difference of two means (Welch 1947); infinite for less than two seeds."""
-    if min(len(one), len(other)) < 2:
-        return float("inf")
-    parts = [statistics.variance(each) / len(each) for each in (one, other)]
-    if not sum(parts):
-        return 0.0
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
-    return _t_quantile(freedom) * math.sqrt(sum(parts))
+POINTS_OF, MOST_SEEDS, POINTS_WIDE = ("periodic", "async2"), 12, 2.0
+MOST_RESPONSES = 64
 
 
-def _t_quantile(freedom: float) -> float:
-    """Return Student's 97.5 % quantile (Cornish-Fisher, Abramowitz and Stegun 26.7.5)."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+def points(seeds: int, steps: int) -> dict[str, float]:
+    """Run quickstart-tools under `sync` and `POINTS_OF` with more and more seeds."""
+    accuracies: dict[str, list[float]] = {name: [] for name in ("sync", *POINTS_OF)}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+        for seed in range(MOST_SEEDS):
+            for name, found in accuracies.items():
+                settings = [*schedule_settings(name), f"seed={seed}", *LITTLE_KEPT]
+                ran = run_recipe("quickstart-tools", Path(temporary) / f"{name}-{seed}", settings, steps=steps)
+                found.append(_final_accuracy(ran.metrics))
+                say_when(f"points: seed {seed} {name}: accuracy {found[-1]:.4f}")
+            for name in POINTS_OF:
+                difference = difference_of(accuracies[name], accuracies["sync"])
+                figures[f"{name}_points"] = 100 * difference.value
+                figures[f"{name}_points_interval"] = 100 * difference.half_width
+            widest = max(figures[f"{name}_points_interval"] for name in POINTS_OF)
+            if seed + 1 >= max(2, seeds) and widest <= POINTS_WIDE:
+                break
+    means = {f"tools_accuracy_{name}": statistics.fmean(found) for name, found in accuracies.items()}
+    return {**figures, "points_seeds": len(accuracies["sync"]), **means}
+
+
+def pass_at_k(seeds: int, steps: int) -> dict[str, float]:
+    """Compare every n, c and k."""
+    from workers.rollout import evaluate
+
+    worst = 0.0
+    for n in range(1, MOST_RESPONSES + 1):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+                worst = max(worst, abs(float(Fraction(evaluate.pass_at_k(n, c, k)) - exact)))
+    return {"pass_at_k_max_abs": worst}
+
+
+def eval_pause(seeds: int, steps: int) -> dict[str, float]:
+    """Run the quickstart beside an evaluation that outlasts it, and in turns with a shorter one."""
+    steps = min(steps, EVALUATED_STEPS)
+    own = ("evaluate.temperature=1.0", f"evaluate.interval={steps}", "evaluate.timeout_s=1.0", *LITTLE_KEPT)
+    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+        # 20 prompts: eight times what the steps draw.
+        apart = ("evaluate.n_samples_per_prompt=6000", *own)
+        ran = run_recipe("quickstart", Path(temporary) / "apart", apart, steps=steps, roles=APART)
+        waited, meanwhile = _rows_around_evaluation(ran)
+        shared = ("evaluate.n_samples_per_prompt=100", "schedule.mode=sync", "schedule.max_staleness=0", *own)
+        ran = run_recipe("quickstart", Path(temporary) / "shared", shared, steps=steps, roles=IN_TURNS)
+        in_turns, _ = _rows_around_evaluation(ran)
+    return {"eval_pause": waited, "eval_pause_rows": meanwhile, "eval_pause_in_turns": in_turns}
+
+
+EVALUATED_STEPS = 30
+APART, IN_TURNS = "rollout:1,actor:1,ref:1,evaluate:1", "rollout+actor+evaluate:1"
+
+
+def _rows_around_evaluation(ran: RecipeRun) -> tuple[int, int]:
+    """Return how many trained rows were generated after the evaluation of step 0, and how many while it went on.
+
+    A step counts as after it if an instance that generated for the step did so beyond the evaluation's end.
+    """
+    from launcher.timeline.run_timeline import RunTimeline
+    from workers.records.ledger_file import read_ledger
+
+    spans = RunTimeline.read(ran.directory).spans
+    own = spans.get("evaluate-0-0", ())
+    evaluation = next((span for span in own if span.name == "evaluate" and span.attributes["step"] == 0), None)
+    if evaluation is None:
+        raise SystemExit(
+            "eval_pause: the evaluation did not begin before the training was over; the machine is too busy"
+        )
+    generating = [span for name, every in spans.items() if name.startswith("rollout-") for span in every]
+    ends: dict[int, float] = {}
+    for span in generating:
+        if span.name == "generate":
+            step = int(str(span.attributes["step"]))
+            ends[step] = max(ends.get(step, span.end), span.end)
+    after = meanwhile = 0
+    for _, line in read_ledger(ran.directory).trained:
+        end = ends[line.admitted_step]
+        after += len(line.indices) * (end > evaluation.end)
+        meanwhile += len(line.indices) * (evaluation.start < end <= evaluation.end)
+    return after, meanwhile
+
+
+def sft_loss(seeds: int, steps: int) -> dict[str, float]:
+    """Compare losses and gradients, on one rank and on two."""
+    worst: dict[str, float] = {"sft_loss_max_rel": 0.0, "sft_engine_max_rel": 0.0}
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+            context = multiprocessing.get_context("spawn")
+            results = context.SimpleQueue()
+            group = [context.Process(target=_sft_rank, args=(rank, ranks, temporary, results)) for rank in range(ranks)]
+            for process in group:
+                process.start()
+            for process in group:
+                process.join()
+            if any(process.exitcode for process in group):
+                raise SystemExit(f"sft_loss: a rank of {ranks} ended with {[each.exitcode for each in group]}")
+            for name, value in results.get().items():
+                worst[name] = max(worst[name], value)
+    return worst
+
+
+def _sft_rank(rank: int, ranks: int, directory: str, results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{directory}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    found = _sft_differences(rank, ranks, Path(directory))
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _sft_differences(rank: int, ranks: int, directory: Path) -> dict[str, float]:
+    """Return the largest relative difference of each figure; on every rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    from launcher.config.load_config import load_config
+    from launcher.config.paths import find_recipe
+    from tq.columns import PackedBatch
+    from workers.algorithms.load_algorithm import load_algorithm
+    from workers.engines.fsdp.sharding import FsdpEngine
+    from workers.rows.packed_rows import samples_of, sequences_of, supervised_columns
+
+    config, cpu = load_config(find_recipe("quickstart-sft-cpu")), torch.device("cpu")
+    algorithm = load_algorithm(config.algorithm, config.rollout)
+    chance = torch.Generator().manual_seed(0)
+    rows = []
+    for length in range(3, 3 + SFT_ROWS):  # the middle of each is trained, as an assistant's reply between two messages
+        tokens = torch.randint(2, 12, (length,), generator=chance)
+        mask = torch.tensor([int(length // 3 <= place < length - length // 4) for place in range(length)])
+        rows.append((tokens, mask.to(torch.uint8)))
+    number = sum(int(mask.sum()) for _, mask in rows)
+
+    def differences(model_dir: Path, size: int, dtype: torch.dtype) -> float:
+        """Train all rows, `size` at a time, each rank its share, and compare with the judge."""
+        judge = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").double()
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, mask in rows:
+            labels = torch.where(mask.bool(), tokens, -100)[1:]
+            total = total + cross_entropy(judge(tokens[None]).logits[0, :-1], labels, reduction="sum")
+        (total / number).backward()  # type: ignore[no-untyped-call]
+        wanted = {name: parameter.grad for name, parameter in judge.named_parameters() if parameter.grad is not None}
+
+        engine = FsdpEngine(model_dir, actor=config.actor, temperature=1.0, device=cpu, seed=0)
+        if dtype == torch.float64:
+            engine._model.double()
+        own = rows[rank::ranks]
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for start in range(0, -(-SFT_ROWS // ranks), size):
+            chosen = own[start : start + size]
+            if not chosen:
+                engine.forward_backward(None, lambda log_probs, _: log_probs.sum())
+                continue
+            batch = samples_of(PackedBatch(tuple(range(len(chosen))), supervised_columns(chosen), ()))
+            loss = algorithm.loss(batch, device=cpu)
+            engine.forward_backward(sequences_of(batch), loss)
+            loss_sum += loss.stats["loss"].double()
+        if ranks > 1:
+            dist.all_reduce(loss_sum)
+        worst = abs(float(loss_sum / total.detach()) - 1)
+        for name, parameter in engine._model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            worst = max(worst, float((whole.double() / number - wanted[name]).norm() / wanted[name].norm()))
+        return worst
+
+    sizes, model = (SFT_ROWS, 1), Path(config.model.path)
+    found = {"sft_engine_max_rel": max(differences(model, size, torch.float32) for size in sizes)}
+    if ranks == 1:
+        torch.manual_seed(0)
+        shape = GPT2Config(
+            vocab_size=13,
+            n_positions=32,
+            n_embd=24,
+            n_layer=2,
+            n_head=3,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+        exact = directory / "model"
+        GPT2LMHeadModel(shape).save_pretrained(exact)
+        found["sft_loss_max_rel"] = max(differences(exact, size, torch.float64) for size in sizes)
+    return found
+
+
+SFT_ROWS = 13
+
+PARTS: dict[str, Callable[[int, int], dict[str, float]]] = {
+    each.__name__: each for each in (points, pass_at_k, sft_loss, eval_pause, distill)
+}
 
 
 def plot(runs: Mapping[str, Sequence[Metrics]], target: Path) -> None:
@@ -206,42 +410,46 @@ def main() -> int:
     """Run, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json_option(parser)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of: {' '.join(PARTS)}")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, help="default: all; of algorithms sync async2")
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the table of these; none named: of all")
-    parser.add_argument("--distill", action="store_true", help="steps to an accuracy with a teacher and without")
     parser.add_argument("--mini-batches", type=int, help="updates a step; default: 1, of algorithms 2")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file")
     given = parser.parse_args()
     if given.seeds < 1 or given.steps < LAST_STEPS or given.schedules == []:
         parser.error(f"give a schedule, at least one seed and {LAST_STEPS} steps")
-    if given.distill:
-        with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
-            figures = distill(seeds=given.seeds, steps=given.steps, directory=Path(temporary))
-        report(given.json, figures, "\n".join(f"{name:48} {value:10.4f}" for name, value in figures.items()))
+    if given.only:
+        figures: dict[str, float] = {}
+        for part in given.only:
+            figures |= PARTS[part](given.seeds, given.steps)
+        report(given.json, figures, _lines(figures))
         return 0
     is_table = given.algorithms is not None
     algorithms = given.algorithms or (list(ALGORITHMS) if is_table else ["grpo"])
     mini_batches = given.mini_batches or (2 if is_table else 1)
-    schedules = given.schedules or (["sync", "async2"] if is_table else list(SCHEDULES))
+    schedules = given.schedules or (
+        ["sync", "async2"] if is_table else [name for name in SCHEDULES if name != "periodic"]
+    )
     runs: dict[tuple[str, str], list[Metrics]] = {(one, name): [] for one in algorithms for name in schedules}
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
         for seed in range(given.seeds):
             for (algorithm, schedule), done in runs.items():
                 directory = Path(temporary) / f"{algorithm}-{schedule}-{seed}"
                 options = {"seed": seed, "steps": given.steps, "mini_batches": mini_batches}
                 done.append(train(directory, schedule, algorithm=algorithm, **options))
-                passed, accuracy = time.monotonic() - began, _final_accuracy(done[-1])
-                where = f"seed {seed} {algorithm} {schedule}"
-                print(f"[{passed:6.1f} s] {where}: accuracy {accuracy:.4f}", file=sys.stderr, flush=True)
+                say_when(f"seed {seed} {algorithm} {schedule}: accuracy {_final_accuracy(done[-1]):.4f}")
     of_schedules = {name: runs[algorithms[0], name] for name in schedules}
     figures = table_of(runs) if is_table else figures_of(of_schedules)
     if given.plot is not None:
         plot(of_schedules, given.plot)
-    report(given.json, figures, "\n".join(f"{name:48} {value:10.4f}" for name, value in figures.items()))
+    report(given.json, figures, _lines(figures))
     return 0
+
+
+def _lines(figures: Mapping[str, float]) -> str:
+    return "\n".join(f"{name:48} {value:10.4g}" for name, value in figures.items())
 
 
 if __name__ == "__main__":

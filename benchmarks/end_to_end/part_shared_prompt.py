@@ -41,16 +41,52 @@ def run(lab: Lab) -> dict[str, float]:
         model_dir = save_model(lab.directory)
         alone, shared = (open_engine(model_dir, shared_prompt=share) for share in (False, True))
         for shape in SHAPES:
-            ratios = _measure(alone, shared, shape, lab.rounds)
+            ratios = _ratios(alone, shared, shape, lab.rounds)
             name = f"{shape[0]}+{shape[1]}x{shape[2]}"
             print(name, {key: round(value, 2) for key, value in ratios.items()}, file=sys.stderr, flush=True)
             figures |= {f"{key} {name}": value for key, value in ratios.items()}
     return {"shared_prompt_x": figures[f"shared_prompt_x {SHAPE[0]}+{SHAPE[1]}x{SHAPE[2]}"], **figures}
 
 
-def _measure(alone: FsdpEngine, shared: FsdpEngine, shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
+def _ratios(alone: FsdpEngine, shared: FsdpEngine, shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
     prompt, response, count = shape
-    chance = torch.Generator().manual_seed(1)
+    seconds = seconds_of_ways(alone, shared, shape, rounds)
+    return {
+        "shared_prompt_x": seconds["per_sample"] / seconds["shared"],
+        "shared_prompt_packed_x": seconds["packed"] / seconds["shared"],
+        "shared_prompt_tokens_x": counted_x(shape),
+        "shared_prompt_pairs_x": count
+        * (prompt + response) ** 2
+        / (prompt**2 + count * response * (prompt + response)),
+    }
+
+
+def counted_x(shape: tuple[int, int, int]) -> float:
+    """Return how many times as many tokens linear layers compute without sharing; `shape`: (P, R, K)."""
+    prompt, response, count = shape
+    return count * (prompt + response) / (prompt + count * response)
+
+
+def seconds_of_ways(
+    alone: FsdpEngine,
+    shared: FsdpEngine,
+    shape: tuple[int, int, int],
+    rounds: int,
+    *,
+    seed: int = 1,
+    packed: bool = True,
+) -> dict[str, float]:
+    """Return the median seconds of forward and backward: `per_sample`, `packed`, `shared`.
+
+    Args:
+        alone, shared: engines that compute a prompt for each response, and once.
+        shape: (P, R, K).
+        rounds: that count; one more comes first.
+        seed: of the tokens.
+        packed: whether to take that way, too: one micro-batch, in which each response has its own copy of the prompt.
+    """
+    prompt, response, count = shape
+    chance = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (prompt,), generator=chance)
     responses = [torch.randint(0, VOCABULARY, (response,), generator=chance) for _ in range(count)]
 
@@ -63,12 +99,5 @@ def _measure(alone: FsdpEngine, shared: FsdpEngine, shape: tuple[int, int, int],
         engine.forward_backward(Sequences.from_turns([tokens] * count, responses), loss)
         engine.zero_grad()
 
-    ways = {"per_sample": per_sample, "packed": lambda: together(alone), "shared": lambda: together(shared)}
-    seconds = median_seconds(ways, rounds)
-    whole = prompt + response
-    return {
-        "shared_prompt_x": seconds["per_sample"] / seconds["shared"],
-        "shared_prompt_packed_x": seconds["packed"] / seconds["shared"],
-        "shared_prompt_tokens_x": count * whole / (prompt + count * response),
-        "shared_prompt_pairs_x": count * whole**2 / (prompt**2 + count * response * whole),
-    }
+    ways = {"per_sample": per_sample, "shared": lambda: together(shared)}
+    return median_seconds(ways | ({"packed": lambda: together(alone)} if packed else {}), rounds)

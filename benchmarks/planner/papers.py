@@ -18,21 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from benchmarks.planner.recipes import QWEN_7B, QWEN_32B
+from benchmarks.planner.recipes import (
+    QWEN3_8B,
+    QWEN_7B,
+    QWEN_32B,
+    best_of_paper,
+    best_step_s,
+    fits_memory,
+    layout_text,
+)
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.config.rules import check_batch_sizes
 from launcher.plan.plan_report import open_planner
-from launcher.plan.search import Plan, Planner, batch_sizes, with_changes
+from launcher.plan.search import Plan, Planner, with_changes
 from workers.settings.run import COLOCATED, RunConfig
 from workers.settings.schedule import ScheduleMode
 
 Say = Callable[[str], None]
 _RECIPE = "qwen2.5-7b-grpo-deepscaler-npu"
-_QWEN3_8B: dict[str, Any] = QWEN_7B | {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 36, "head_dim": 128, "vocab_size": 151936,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,21 +86,6 @@ def _with(config: RunConfig, mode: ScheduleMode, roles: Mapping[str, int] | None
     return with_changes(config, {**schedule, "roles": dict(roles or config.roles)})
 
 
-def _best_s(planner: Planner, config: RunConfig) -> float:
-    """Return a step's time with the best number of responses of an instance, as a plan has it."""
-    config = with_changes(config, {"rollout.batch_size": planner.config.rollout.batch_size})
-    return min(replace(planner, config=with_changes(config, each)).step_s() for each in batch_sizes(config))
-
-
-def _fits(planner: Planner, config: RunConfig) -> bool:
-    try:
-        check_batch_sizes(config)
-        planner.headroom_gb(config)
-    except ConfigError:
-        return False
-    return True
-
-
 # AsyncFlow. The paper's chip is not named; the catalogue's with nodes of 16 is taken.
 _NODES_OF_16 = "ascend-910c"
 _PROMPTS, _MEAN_TOKENS, _SIGMA = 1024, 2000, 0.8
@@ -113,14 +101,27 @@ _TIMES, _LINEARITY = 16, {"7B": 0.65, "32B": 0.88}
 """Tokens per second and device at 16 times the devices. From how many is not said: from the fewest."""
 
 
+_ASYNCFLOW = {"7B": QWEN_7B, "32B": QWEN_32B}
+
+
+def _asyncflow_config(directory: Path, name: str) -> RunConfig:
+    lengths = [f"sim.mean_tokens={_MEAN_TOKENS}", f"sim.sigma={_SIGMA}"]
+    batch = [f"schedule.rollout_batch_size={_PROMPTS}", f"actor.max_tokens_per_micro_batch={_MICRO_BATCH_TOKENS}"]
+    config = _config(directory / name, _ASYNCFLOW[name], [*batch, *lengths])
+    return with_changes(config, {"ref.engine": "fsdp", "ref.shards": _SHARDS}) if name == "32B" else config
+
+
+def plan_of_ablation(directory: Path) -> tuple[Planner, Plan]:
+    """Return a planner for the paper's ablation, and its plan; `directory` gets the model's shapes."""
+    planner = open_planner(_asyncflow_config(directory, "7B"), devices=_TABLE, device=_NODES_OF_16)
+    planner = replace(planner, colocated=False)
+    return planner, planner.find_plans()[0]
+
+
 def _asyncflow(sizes: Sequence[int], directory: Path, say: Say) -> Iterator[Row]:
     speedups = []
-    for name, model in (("7B", QWEN_7B), ("32B", QWEN_32B)):
-        lengths = [f"sim.mean_tokens={_MEAN_TOKENS}", f"sim.sigma={_SIGMA}"]
-        batch = [f"schedule.rollout_batch_size={_PROMPTS}", f"actor.max_tokens_per_micro_batch={_MICRO_BATCH_TOKENS}"]
-        config = _config(directory / name, model, [*batch, *lengths])
-        if name == "32B":
-            config = with_changes(config, {"ref.engine": "fsdp", "ref.shards": _SHARDS})
+    for name in _ASYNCFLOW:
+        config = _asyncflow_config(directory, name)
         rates = {}
         for devices in sizes:
             # The paper's own form: every role has devices of its own.
@@ -140,7 +141,7 @@ def _asyncflow(sizes: Sequence[int], directory: Path, say: Say) -> Iterator[Row]
             if (name, devices) in _OVER_VERL:
                 yield Row(f"speedup_{name}_{devices}", _OVER_VERL[name, devices], speedups[-1])
             if (name, devices) == ("7B", _TABLE):
-                yield from _ablation(planner, best)
+                yield from ablation_rows(planner, best)
         least, most = min(rates), _TIMES * min(rates)
         if most in rates:
             yield Row(f"linearity_{name}", _LINEARITY[name], rates[most] / rates[least])
@@ -154,7 +155,7 @@ def _colocated_s(planner: Planner, devices: int) -> float:
     sizes = {int(str(layout["vllm.tensor_parallel_size"])) for layout in planner.model_layouts()}
     able = [with_changes(config, {"vllm.tensor_parallel_size": size}) for size in sorted(sizes)]
     planner = _of_rival(planner)
-    return min(_best_s(planner, each) for each in _in_turns(planner, able, devices))
+    return min(best_step_s(planner, each) for each in _in_turns(planner, able, devices))
 
 
 def _of_rival(planner: Planner) -> Planner:
@@ -168,16 +169,17 @@ def _in_turns(planner: Planner, configs: Iterable[RunConfig], devices: int) -> l
     shared = {"colocated": COLOCATED}
     roles = dict.fromkeys(COLOCATED, devices)
     every = [with_changes(_with(config, ScheduleMode.SYNC, roles), shared) for config in configs]
-    return [each for each in every if _divides(each, devices) and _fits(planner, each)]
+    return [each for each in every if _divides(each, devices) and fits_memory(planner, each)]
 
 
 def _divides(config: RunConfig, devices: int) -> bool:
     return not any(devices % config.ranks_per_copy(role) for role in COLOCATED)
 
 
-def _ablation(planner: Planner, plan: Plan) -> Iterator[Row]:
+def ablation_rows(planner: Planner, plan: Plan) -> Iterator[Row]:
+    """Yield what streaming, and overlapping as well, gain over one task after the other."""
     modes = (ScheduleMode.SYNC, ScheduleMode.PERIODIC, ScheduleMode.ASYNC)
-    in_turn_s, streamed_s, overlapped_s = (_best_s(planner, _with(plan.config, mode)) for mode in modes)
+    in_turn_s, streamed_s, overlapped_s = (best_step_s(planner, _with(plan.config, mode)) for mode in modes)
     yield Row("ablation_streamed_7B_512", 2.01, in_turn_s / streamed_s)
     yield Row("ablation_overlapped_7B_512", 2.74, in_turn_s / overlapped_s)
 
@@ -186,7 +188,6 @@ def _ablation(planner: Planner, plan: Plan) -> Iterator[Row]:
 # has is not given: of all layouts with four inference instances for each training instance, the best is taken.
 _NODES_OF_8 = "ascend-910b"
 _GROUP = 32
-_GENERATING = 4
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class _Case:
 
 
 _CASES = {
-    "8B_16K": _Case(_QWEN3_8B, 16384, 16, 32, 100, 917.6e6, (61.6, 155.5, 100.0, 192.3)),
+    "8B_16K": _Case(QWEN3_8B, 16384, 16, 32, 100, 917.6e6, (61.6, 155.5, 100.0, 192.3)),
     "32B_16K": _Case(QWEN_32B, 16384, 48, 32, 20, 124.0e6, (6.6, None, 26.2, 33.4)),
     "32B_8K": _Case(QWEN_32B, 8192, 64, 64, 20, 188.1e6, (None, 44.0, 46.5, 77.3)),
     # The batch is not given: 32 prompts, as in the first lines. The prompt's mean follows from the trained tokens with
@@ -276,31 +277,18 @@ def _best_in_turns(case: _Case, config: RunConfig, devices: int) -> float:
     planner = _of_rival(open_planner(config, devices=devices, device=_NODES_OF_8))
     layouts = (with_changes(config, layout) for layout in planner.model_layouts())
     best = min(_in_turns(planner, layouts, devices), key=planner.bound_s)
-    return case.tokens / case.steps / _best_s(planner, best) / devices
+    return case.tokens / case.steps / best_step_s(planner, best) / devices
 
 
 def _tokens_per_s_device(case: _Case, config: RunConfig, devices: int, say: Say, name: str) -> tuple[float, float]:
     """Return trained tokens per second and device, streamed (`periodic`) and in turn (`sync`)."""
     planner = open_planner(config, devices=devices, device=_NODES_OF_8)
-    fits: list[tuple[float, RunConfig]] = []
-    for layout in planner.model_layouts():
-        divided = with_changes(config, layout)
-        replica, instance = divided.ranks_per_copy("actor"), divided.ranks_per_copy("rollout")
-        number, left = divmod(devices, replica + _GENERATING * instance)
-        if left or not number:
-            continue
-        roles = {"rollout": number * _GENERATING * instance, "actor": number * replica}
-        divided = with_changes(divided, {"roles": roles})
-        if _fits(planner, divided):
-            fits.append((planner.bound_s(divided), divided))
-    best = min(fits, key=lambda each: each[0])[1]
-    seconds = _best_s(planner, best), _best_s(planner, _with(best, ScheduleMode.SYNC))
+    best = best_of_paper(planner, config)
+    seconds = best_step_s(planner, best), best_step_s(planner, _with(best, ScheduleMode.SYNC))
     step_tokens = case.tokens / case.steps
     streamed, in_turn = (step_tokens / each / devices for each in seconds)
-    sizes = best.actor.megatron
     say(
         f"papers: {name}, {devices} devices: {streamed:.1f} trained tokens a second and device, in turn {in_turn:.1f}, "
-        f"as {best.roles}, instances of {best.vllm.tensor_parallel_size}, replicas of TP{sizes.tensor_parallel} "
-        f"CP{sizes.context_parallel} PP{sizes.pipeline_parallel}"
+        f"as {layout_text(best)}"
     )
     return streamed, in_turn

@@ -18,7 +18,7 @@ from launcher.config.paths import packaged_recipes
 RECIPES = sorted(packaged_recipes())
 QWEN = {
     **MODEL_CONFIG,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "hidden_size": 32,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
@@ -41,7 +41,7 @@ def tiny_qwen(tmp_path: Path) -> Path:
     settings["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     weights = {"model.embed_tokens.weight": numpy.zeros((128, 32), numpy.float32)}
-    for layer in range(2):  # something that an adapter may belong to
+    for layer in range(QWEN["num_hidden_layers"]):  # something that an adapter may belong to
         weights[f"model.layers.{layer}.self_attn.q_proj.weight"] = numpy.zeros((32, 32), numpy.float32)
     save_file(weights, path / "model.safetensors")
     return path
@@ -97,12 +97,13 @@ def test_evaluations_with_data_that_recipes_do_not_ship_are_accepted(
         for one in asked:
             one.pop("split", None)
             one["path"] = str(data)
-        settings = {"model.path": tiny_qwen, "launcher.device": "cpu", "data.path": data, "roles.evaluate": 1}
+        settings = {"model.path": tiny_qwen, "launcher.device": "cpu", "data.path": data}
+        settings["roles.evaluate"] = recipe.get("vllm", {}).get("tensor_parallel_size", 1)
         settings["evaluate"] = json.dumps(section)
         own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
         result = CliRunner().invoke(launch, [name, *own, "--run-dir", str(tmp_path / "run"), "--dry-run"])
         assert result.exit_code == 0, result.output
-    assert found == 3
+    assert found == 7
 
 
 def _reward_model(policy: Path, path: Path) -> Path:
