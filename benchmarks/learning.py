@@ -33,11 +33,11 @@ With `--only` these parts, each a few minutes at most but for the first:
                  eval_pause_rows        rows that were generated beside it
                  eval_pause_in_turns    the first count where evaluator, rollout and actor take turns on one device, and
                                         rows do wait: shows that the count sees it
-    distill      distill_steps_x        median over seeds of the steps to an accuracy of 0.95 with a teacher's 8 likeliest
-                                        tokens (`algorithm.top_k`) / by GRPO; both otherwise with the quickstart's own
-                                        settings, the teacher trained first by GRPO (seed 1000)
-                 grpo_steps,            medians of the steps themselves; a run that never comes so far counts as one step
-                 distill_steps          more than it has
+    distill      distill_steps_x        median over seeds of the steps to an accuracy of 0.95 with a teacher's 8
+                                        likeliest tokens (`algorithm.top_k`) / by GRPO; both otherwise with the
+                                        quickstart's own settings, the teacher trained first by GRPO (seed 1000)
+                 grpo_steps,            medians of the steps themselves; a run that never comes so far counts as one
+                 distill_steps          step more than it has
                  teacher_accuracy       of the teacher's last 5 steps
 
 `async_wall_x` is a figure of `python benchmarks/papers stability`.
