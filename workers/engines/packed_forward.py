@@ -62,7 +62,9 @@ class OtherTokens:
         ids_P, order_P = sets.ids_P.long().sort(stable=True)
         place_P = torch.arange(len(sets.counts_A)).repeat_interleave(sets.counts_A.long())[order_P]
         back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P)))
-        return OtherTokens(*to_device([ids_P, place_P, order_P, back_P], device), ids_P.numpy())
+        host_ids = ids_P.numpy()
+        ids_P, place_P, order_P, back_P = to_device([ids_P, place_P, order_P, back_P], device)
+        return OtherTokens(ids_P, place_P, order_P, back_P, host_ids)
 
     def in_tile(self, first: int, end: int) -> slice:
         """Return the run of tokens with ids from `first` to `end`, excluding `end`."""
