@@ -204,6 +204,7 @@ class _HeadLogProbs(torch.autograd.Function):
         hidden_grad_AD = torch.zeros_like(hidden_AD, dtype=tiles.dtype)
         factor_A1 = (gradient_A / -ctx.request.temperature).unsqueeze(1)
         if others is not None:
+            assert other_gradient_P is not None
             # Each other token adds (1[token] - p) g, like the target.
             other_P = other_gradient_P[others.order_P] / ctx.request.temperature
             of_others_A1 = torch.zeros_like(gradient_A).index_add_(0, others.place_P, other_P).unsqueeze(1)
