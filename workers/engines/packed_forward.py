@@ -62,7 +62,9 @@ class OtherTokens:
         ids_P, order_P = sets.ids_P.long().sort(stable=True)
         place_P = torch.arange(len(sets.counts_A)).repeat_interleave(sets.counts_A.long())[order_P]
         back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P)))
-        return OtherTokens(*to_device([ids_P, place_P, order_P, back_P], device), ids_P.numpy())
+        host_ids = ids_P.numpy()
+        ids_P, place_P, order_P, back_P = to_device([ids_P, place_P, order_P, back_P], device)
+        return OtherTokens(ids_P, place_P, order_P, back_P, host_ids)
 
     def in_tile(self, first: int, end: int) -> slice:
         """Return the run of tokens with ids from `first` to `end`, excluding `end`."""
@@ -202,6 +204,7 @@ class _HeadLogProbs(torch.autograd.Function):
         hidden_grad_AD = torch.zeros_like(hidden_AD, dtype=tiles.dtype)
         factor_A1 = (gradient_A / -ctx.request.temperature).unsqueeze(1)
         if others is not None:
+            assert other_gradient_P is not None
             # Each other token adds (1[token] - p) g, like the target.
             other_P = other_gradient_P[others.order_P] / ctx.request.temperature
             of_others_A1 = torch.zeros_like(gradient_A).index_add_(0, others.place_P, other_P).unsqueeze(1)

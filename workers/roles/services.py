@@ -46,7 +46,7 @@ Usable = Callable[[int, int], frozenset[str]]
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
 _SERVING = "serving"
 _OWN = {
-    *("function", "agent", "agent_command", "tools"),
+    *("function", "agent", "agent_command", "tools", "keep_sampling_mask"),
     *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
 }
 _REFERENCE = "ref_log_probs"

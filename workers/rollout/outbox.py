@@ -293,7 +293,7 @@ def _turn_ids(rollout: FinishedRollout) -> Tensor:
 
 def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:
     """Return the outputs of task `actor_rollout`."""
-    kept = {}
+    kept: dict[str, Column] = {}
     if any(one.kept is not None for one in rollouts):
         nothing = torch.zeros(0, dtype=torch.int32)  # of a rollout without drawn tokens
         sets = [TokenSets(nothing, nothing) if one.kept is None else one.kept for one in rollouts]

@@ -183,10 +183,11 @@ def sequences_of(batch: PackedBatch, *, others: str | None = None) -> Sequences:
 
     `others` names the column of `Sequences.others`, with equally many ids for each drawn token.
     """
-    sequences = Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
+    tokens_T, lengths_N, response_mask_T = (batch[name].values for name in SAMPLE_COLUMNS)
+    sequences = Sequences(tokens_T, lengths_N, response_mask_T)
     if KEPT_COLUMNS[0] in batch.columns:
-        kept = TokenSets(*(batch[name].values for name in KEPT_COLUMNS))
-        sequences = replace(sequences, kept=kept)
+        ids_P, counts_A = (batch[name].values for name in KEPT_COLUMNS)
+        sequences = replace(sequences, kept=TokenSets(ids_P, counts_A))
     if others is None:
         return sequences
     return replace(sequences, others=TokenSets.from_column(batch[others], sequences.num_drawn))

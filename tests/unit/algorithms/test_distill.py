@@ -12,7 +12,7 @@ from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
-from workers.algorithms.parts import top_reverse_kl
+from workers.algorithms.parts import PolicyLoss, top_reverse_kl
 from workers.settings.algorithms import DistillConfig
 from workers.settings.dataflow import REF_TOP_COLUMNS, TEACHER_TOP_COLUMNS, place_tasks
 
@@ -169,6 +169,7 @@ def test_loss_has_both_the_teacher_and_the_reference(top_k: int) -> None:
     expected = torch.zeros(6) if top_k else 0.5 * (teacher - torch.tensor(POLICY)).clamp(-20, 20)
     torch.testing.assert_close(rows["advantages"].values, expected[: 4 if top_k else 6])
     loss = algorithm.loss(rows, device=torch.device("cpu"))
+    assert isinstance(loss, PolicyLoss)
     others = torch.tensor([0.6, 0.1]).log().repeat(6)
     total = loss(torch.tensor(POLICY), torch.zeros(6), *((others,) if top_k else ()))
     k3 = math.expm1(0.5) - 0.5  # e^-d - 1 + d, d = policy - reference
@@ -180,6 +181,7 @@ def test_loss_has_both_the_teacher_and_the_reference(top_k: int) -> None:
     else:
         assert float(total) == pytest.approx(float(-expected.sum() + 6 * 0.1 * k3))
         parts = loss.cut_loss([(2, 2), (2, 4)])
+        assert parts is not None
         cut = [
             part(torch.tensor(POLICY)[k], torch.zeros(6)[k])
             for part, k in zip(parts, (slice(2), slice(2, 6)), strict=True)

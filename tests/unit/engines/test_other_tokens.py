@@ -210,8 +210,8 @@ def test_masked_distribution_and_its_gradient_are_those_of_whole_logits(
     weight = torch.linspace(-1, 1, len(drawn), dtype=torch.float64)
     (weight * log_probs + weight.flip(0) * entropy).sum().backward()
 
-    engine, seen = train_engine(model_dir), []
-    place = 0
+    engine, place = train_engine(model_dir), 0
+    seen: list[tuple[Tensor, Tensor]] = []
     parts = [batch] if packed else list(cut(batch, len(batch.lengths_N)))
     assert len(parts) == (1 if packed else len(batch.lengths_N))
     for part in parts:
@@ -222,7 +222,8 @@ def test_masked_distribution_and_its_gradient_are_those_of_whole_logits(
             return (weight[own] * given + weight.flip(0)[own] * spread).sum()
 
         engine.forward_backward(part, loss)
-    for ours, theirs in zip(map(torch.cat, zip(*seen, strict=True)), (log_probs, entropy), strict=True):
+    for which, theirs in enumerate((log_probs, entropy)):
+        ours = torch.cat([found[which] for found in seen])
         torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-4, atol=1e-5)
     for scored in (engine.log_probs(batch), *(frozen(model_dir, kind).log_probs(batch) for kind in ("hf", "fsdp"))):
         torch.testing.assert_close(scored.double(), log_probs.detach(), rtol=1e-4, atol=1e-5)
