@@ -79,8 +79,6 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         state = engine.state_dict()
         dcp.load(state, checkpoint_id=root / f"half-{options['resume']}")
         engine.load_state_dict(state)
-        if options.get("same_ranks"):  # they go on with their random numbers, as those of a run do
-            torch.set_rng_state(torch.load(root / f"half-{options['resume']}-{rank}.pt"))
     else:
         everything = make_sequences(list(range(NUM_SAMPLES)))
         out["log_probs"] = engine.log_probs(everything)
@@ -97,7 +95,6 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         state = copy.begin(engine.state_dict())
         copy.wait()
         dcp.save(state, checkpoint_id=root / f"half-{case}")
-        torch.save(torch.get_rng_state(), root / f"half-{case}-{rank}.pt")
         copy.close()
     for number in (3, 4):
         out["norms"].append(update(engine, number, replica, layout.replicas, **losses))

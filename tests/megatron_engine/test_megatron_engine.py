@@ -104,7 +104,7 @@ def adapted(
     """A case with an adapter; `lora.path`: of which there is one with the model's."""
     settings = LORA if lora is None else lora
     settings = {**settings, "path": f"adapters/{model}-{settings['path']}"} if "path" in settings else settings
-    options = {key: others.pop(key) for key in ("resume", "same_ranks", "per_sample") if key in others}
+    options = {key: others.pop(key) for key in ("resume", "per_sample") if key in others}
     return {"model": model, "ranks": ranks, "actor": {"megatron": megatron, **others}, "lora": settings, **options}
 
 
@@ -121,7 +121,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "lora-dropout": adapted("qwen2", 2, division(2), DROPOUT),
     "lora-dropout-recomputed": adapted("qwen2", 2, division(2), DROPOUT, gradient_checkpointing=True),
     "lora-resumed": adapted("qwen2", 2, division(1, 2), SOME, resume="lora-tp2-dp2"),
-    "lora-resumed-dropout": adapted("qwen2", 2, division(2), DROPOUT, resume="lora-dropout", same_ranks=True),
+    "lora-resumed-dropout": adapted("qwen2", 2, division(2), DROPOUT, resume="lora-dropout"),
 }
 EXACT_ADAPTED = [
     "lora-new", "lora-tp2", "lora-pp2", "lora-tp2-pp2-vp2", "lora-tp2-dp2", "lora-tp2-cp2", "lora-dp4-little",

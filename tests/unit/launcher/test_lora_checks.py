@@ -39,7 +39,6 @@ def configure(*settings: str, roles: str = "rollout:1,actor:1") -> RunConfig:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("actor.engine=own:Engine",), "^lora: actor.engine own:Engine trains no adapters; set it to fsdp or megatron"),
         (
             ("actor.engine=megatron", "lora.modules_to_save=[norm]", "weightsync.lora=merged"),
             "^lora.modules_to_save: cannot be used with actor.engine megatron",
@@ -70,6 +69,13 @@ def test_what_excludes_an_adapter_is_refused(settings: tuple[str, ...], message:
     config = configure(*(one.format(model=model) if "{model}" in one else one for one in settings), roles=roles)
     with pytest.raises(ConfigError, match=message):
         check_rules(config, AT_START)
+
+
+def test_engines_of_users_train_no_adapters() -> None:
+    config = configure()
+    actor = config.actor.model_copy(update={"engine": "own:Engine"})
+    with pytest.raises(ConfigError, match="^lora: actor.engine own:Engine trains no adapters; set it to fsdp or meg"):
+        check_rules(config.model_copy(update={"actor": actor}), AT_START)
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "LoftQ"])

@@ -443,7 +443,7 @@ class MegatronEngine(OffloadedState):
         self._model = DenseModel.from_config(read_model_config(model_dir))
         weights = HfWeights(model_dir)
         self._adapter = None if lora is None else self._make_adapter(lora, weights)
-        self._merged = merged
+        self._merged, self._seed = merged, seed
         self._parts = build_megatron(self._model, actor, layout, context, device, self._adapter)
         self._state = MegatronState(self._parts)
         self._stage = MegatronStage(self._parts, actor, temperature=temperature, device=device)
@@ -454,7 +454,7 @@ class MegatronEngine(OffloadedState):
             self._state.fill_masters(weights.fill)
         else:
             self._read_base(weights)
-            self._begin_adapter(self._adapter, seed)
+            self._begin_adapter(self._adapter)
         self.zero_grad()
 
     @staticmethod
@@ -482,6 +482,8 @@ class MegatronEngine(OffloadedState):
         """Accumulate gradients of `loss`; `finish_micro_batches`, or `step`, completes those of several stages."""
         if batch is None:
             return
+        if not self._has_gradients and self._adapter is not None and self._adapter.lora.dropout:
+            self._seed_dropout()
         self._has_gradients = True
         self._stage.forward_backward(batch, loss)
 
@@ -573,17 +575,20 @@ class MegatronEngine(OffloadedState):
                     parameter.zero_()  # so that the vocabulary's padding is defined
                     weights.fill(megatron_shards(name, parameter, chunk.geometry))
 
-    def _begin_adapter(self, adapter: MegatronAdapter, seed: int) -> None:
-        if adapter.lora.dropout:
-            # Ranks have other tokens or other inputs, so each draws numbers of its own.
-            own = np.random.SeedSequence([seed, dist.get_rank()]).generate_state(1)
-            torch.manual_seed(int(own[0]))
-
+    def _begin_adapter(self, adapter: MegatronAdapter) -> None:
         def fill(shards: Iterable[LocalShard]) -> None:
             named = (replace(shard, name=PREFIX + shard.name) for shard in shards)
-            fill_adapter(named, adapter.lora, adapter.targets, seed=seed)
+            fill_adapter(named, adapter.lora, adapter.targets, seed=self._seed)
 
         self._state.fill_masters(fill)
+
+    def _seed_dropout(self) -> None:
+        """Begin new random numbers for an update, since no checkpoint has the state of Megatron's own generators, which
+        its layers draw from under tensor parallelism. Ranks have other tokens or inputs, so each has its own."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        own = np.random.SeedSequence([self._seed, dist.get_rank(), self._updates.number]).generate_state(1)
+        model_parallel_cuda_manual_seed(int(own[0]))
 
     def _zero_gradients(self) -> None:
         for chunk in self._parts.chunks:
