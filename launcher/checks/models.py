@@ -27,7 +27,7 @@ from workers.data.model_files import (
 )
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.engines.lora import adapter_targets, check_adapter, trained_parameters
-from workers.settings.megatron import DenseModel, check_division
+from workers.settings.megatron import DenseModel, check_adapted, check_division
 from workers.settings.run import RunConfig
 
 KEY = "reward.model.path"
@@ -118,6 +118,9 @@ def _check_lora(config: RunConfig) -> int:
         return count_parameters(Path(config.model.path))
     shapes = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
     trained, targets = trained_parameters(shapes, config.lora), adapter_targets(shapes, config.lora)
+    if config.actor.engine == "megatron":
+        model = DenseModel.from_config(read_model_config(Path(config.model.path)))
+        check_adapted(targets, model, config.actor.megatron)
     if config.lora.path is not None:
         check_adapter(Path(config.lora.path), config.lora, targets)
     return trained

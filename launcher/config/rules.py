@@ -295,14 +295,18 @@ AT_START: Rules = {
     "rollout.keep_sampling_mask: cannot be used with {found}, which computes the whole distribution; set it to "
     "false": _ignores_masks,
     # Adapters.
-    "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp, or remove lora": lambda run: (
-        run.lora is not None and run.actor.engine != "fsdp"
+    "lora: actor.engine {actor.engine} trains no adapters; set it to fsdp or megatron, or remove lora": lambda run: (
+        run.lora is not None and run.actor.engine not in ("fsdp", "megatron")
     ),
     "actor.tri_model: cannot be used with lora here, since the actor would keep {found} older policies, which are not "
     "kept of adapters; set it to false": lambda run: run.lora and run.actor.tri_model and run.num_old_policies,
     "lora.modules_to_save: cannot be used with weightsync.lora adapter, since engines take no whole modules with an "
     "adapter; set weightsync.lora to merged, or leave the modules out": lambda run: (
         run.sends_adapter and run.lora is not None and run.lora.modules_to_save
+    ),
+    "lora.modules_to_save: cannot be used with actor.engine megatron, which trains nothing beside the adapter; set "
+    "actor.engine to fsdp, or leave the modules out": lambda run: (
+        run.lora is not None and run.lora.modules_to_save and run.actor.engine == "megatron"
     ),
     "lora.modules_to_save: cannot be used with one actor rank and actor.autocast bfloat16, whose frozen base is in "
     "bfloat16 throughout; launch two ranks, or set actor.autocast to float32": lambda run: (

@@ -481,8 +481,10 @@ class CostModel:
         update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
-            number = DTYPE_BYTES[config.actor.autocast]
-            own, copies = model.num_parameters / (layout.tensor * layout.stages), layout.replicas * layout.context
+            number, parts = DTYPE_BYTES[config.actor.autocast], layout.tensor * layout.stages
+            if config.lora is not None:  # in float32; tensor-parallel ranks divide one of A and B, which is not counted
+                number, parts = 4, layout.stages
+            own, copies = self._trained(role) / parts, layout.replicas * layout.context
             update_s += self._exchange_s("reduce_scatter", 4 * own, copies, spread=ranks)
             update_s += self._exchange_s("all_gather", number * own, copies, spread=ranks)
         return update_s

@@ -26,6 +26,7 @@ from workers.checkpoint.saved_shards import ExportShare, HostCopy  # noqa: E402
 from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
 from workers.rows.packed_rows import Sequences  # noqa: E402
 from workers.settings.engines import ActorConfig  # noqa: E402
+from workers.settings.lora import LoraConfig  # noqa: E402
 
 DEADLINE_S = 400
 
@@ -59,6 +60,7 @@ class SquareLoss:
 
 def run(root: Path, case: str, options: dict[str, Any]) -> None:
     actor = ActorConfig(engine="megatron", lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, **options["actor"])
+    lora = options.get("lora")
     engine = MegatronEngine(
         root / "models" / options["model"],
         actor=actor,
@@ -66,6 +68,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         device=torch.device("cpu"),
         seed=0,
         timeout_s=60,
+        lora=None if lora is None else LoraConfig.model_validate(lora),
     )
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = actor.megatron.layout(num_ranks)
@@ -80,12 +83,14 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         everything = make_sequences(list(range(NUM_SAMPLES)))
         out["log_probs"] = engine.log_probs(everything)
         kept = engine.open_copy(initial=True)
-        out["copies"] = [kept.log_probs(everything).equal(out["log_probs"])]
+        out["initial"] = kept.log_probs(everything)
+        out["copies"] = [out["initial"].equal(out["log_probs"])]
         for number in (1, 2):
             out["norms"].append(update(engine, number, replica, layout.replicas, **losses))
-        out["copies"].append(kept.log_probs(everything).equal(out["log_probs"]))
-        kept.take()
-        out["copies"].append(kept.log_probs(everything).equal(engine.log_probs(everything)))
+        out["copies"].append(kept.log_probs(everything).equal(out["initial"]))
+        if lora is None:
+            kept.take()
+            out["copies"].append(kept.log_probs(everything).equal(engine.log_probs(everything)))
         copy = HostCopy(torch.device("cpu"))
         state = copy.begin(engine.state_dict())
         copy.wait()
@@ -94,7 +99,15 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
     for number in (3, 4):
         out["norms"].append(update(engine, number, replica, layout.replicas, **losses))
     out["updates"] = engine.optimizer_updates
-    out["shards"] = [(s.name, s.shape, s.box.offset, s.box.size, s.values.clone()) for s in engine.shards()]
+    out["final"] = engine.log_probs(make_sequences(list(range(NUM_SAMPLES))))
+    for merged in (False, True)[: 1 if lora is None else 2]:
+        engine._merged = merged
+        out["merged" if merged else "shards"] = [
+            (s.name, s.shape, s.box.offset, s.box.size, s.values.clone()) for s in engine.shards()
+        ]
+    out["trained"] = sum(each.grad_data.numel() for chunk in engine._parts.chunks for each in chunk.wrapped.buffers)
+    parameters = [each for chunk in engine._parts.chunks for each in chunk.network.parameters()]
+    out["types"] = sorted({(each.requires_grad, str(each.dtype)) for each in parameters})
     torch.save(out, root / f"{case}-{rank}.pt")
     dcp.save(engine.state_dict(), checkpoint_id=root / f"end-{case}")
     if rank == 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils import parametrize
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -29,10 +30,21 @@ from transformers import (
 from asyncflow.testing.plain import decay_groups
 from launcher.run.export import write_export
 from weightsync.plan import Box, ShardSpec, plan_transfer
+from workers.engines.lora import (
+    PREFIX,
+    A,
+    B,
+    adapter_shapes,
+    adapter_targets,
+    initial_a,
+    write_adapter,
+)
+from workers.settings.lora import LoraConfig
 
 from .samples import NUM_SAMPLES, TEMPERATURE, make_sample
 
 pytestmark = pytest.mark.timeout(900)  # of the fixture: alone on two cores it takes half a minute
+FILE, ADAPTER_FILE = "model.safetensors", "adapter/adapter_model.safetensors"
 SCRIPT = Path(__file__).with_name("megatron_ranks.py")
 DEADLINE_S = 800
 SIZES: dict[str, Any] = {
@@ -81,6 +93,39 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2-bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(context=2), "autocast": "bfloat16"}},
     "bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(2), "autocast": "bfloat16"}},
 }
+LORA: dict[str, Any] = {"rank": 3, "alpha": 6}  # a rank that does not divide by two
+SOME: dict[str, Any] = {**LORA, "targets": ["k_proj", "v_proj", "up_proj", "down_proj"], "path": "some"}
+DROPOUT: dict[str, Any] = {**LORA, "path": "all", "dropout": 0.3}
+
+
+def adapted(
+    model: str, ranks: int, megatron: dict[str, int], lora: dict[str, Any] | None = None, **others: Any
+) -> dict[str, Any]:
+    """A case with an adapter; `lora.path`: of which there is one with the model's."""
+    settings = LORA if lora is None else lora
+    settings = {**settings, "path": f"adapters/{model}-{settings['path']}"} if "path" in settings else settings
+    options = {key: others.pop(key) for key in ("resume", "per_sample") if key in others}
+    return {"model": model, "ranks": ranks, "actor": {"megatron": megatron, **others}, "lora": settings, **options}
+
+
+ALL = {**LORA, "path": "all"}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "lora-new": adapted("llama", 1, division(), gradient_checkpointing=True),
+    "lora-tp2": adapted("qwen2", 2, division(2), ALL),
+    "lora-pp2": adapted("qwen3", 2, division(1, 2, 3), ALL, gradient_checkpointing=True, per_sample=True),
+    "lora-tp2-pp2-vp2": adapted("deep", 4, division(2, 2, 3, chunks=2), ALL),
+    "lora-tp2-dp2": adapted("qwen2", 4, division(2), SOME, gradient_checkpointing=True),
+    "lora-tp2-cp2": adapted("qwen2", 4, division(2, context=2), ALL),
+    "lora-dp4-little": adapted("llama", 4, division(), {"rank": 1, "targets": ["0.self_attn.q_proj"]}),
+    "lora-bfloat16": adapted("qwen3", 2, division(2), ALL, autocast="bfloat16"),
+    "lora-dropout": adapted("qwen2", 2, division(2), DROPOUT),
+    "lora-dropout-recomputed": adapted("qwen2", 2, division(2), DROPOUT, gradient_checkpointing=True),
+    "lora-resumed": adapted("qwen2", 2, division(1, 2), SOME, resume="lora-tp2-dp2"),
+    "lora-resumed-dropout": adapted("qwen2", 2, division(2), DROPOUT, resume="lora-dropout"),
+}
+EXACT_ADAPTED = [
+    "lora-new", "lora-tp2", "lora-pp2", "lora-tp2-pp2-vp2", "lora-tp2-dp2", "lora-tp2-cp2", "lora-dp4-little",
+]  # fmt: skip
 GATE = "tp2"
 """The case of the gate: there it is the only one that runs."""
 EXACT = [
@@ -112,11 +157,27 @@ class Reference:
     weights: dict[str, Tensor]
 
 
+class Change(torch.nn.Module):
+    """W + scaling x B A, as a parametrization of W."""
+
+    def __init__(self, a: Tensor, b: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scaling = torch.nn.Parameter(a), torch.nn.Parameter(b), scaling
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scaling * (self.b @ self.a)
+
+
 @pytest.fixture(scope="module")
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory after all cases were run that are asked for."""
     ours = [item for item in request.session.items if item.path == request.path]
-    cases = {GATE: CASES[GATE]} if all(item.get_closest_marker("gate") for item in ours) else CASES
+    of_adapters = ["adapter" in item.name for item in ours]
+    cases = {} if all(of_adapters) else CASES
+    if all(item.get_closest_marker("gate") for item in ours):
+        cases = {GATE: CASES[GATE]}
+    elif any(of_adapters):
+        cases = cases | ADAPTED
     root = tmp_path_factory.mktemp("megatron")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(root / "models" / "llama")
@@ -128,6 +189,9 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).save_pretrained(root / "models" / "qwen3")
     deep = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True)
     LlamaForCausalLM(deep).save_pretrained(root / "models" / "deep")
+    for case in ADAPTED.values():
+        if "path" in case["lora"]:
+            case["lora"]["path"] = str(write_random_adapter(root, case["model"], case["lora"]))
     (root / "cases.json").write_text(json.dumps(cases))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen([sys.executable, SCRIPT, root], env=environment)
@@ -147,6 +211,12 @@ def references(root: Path) -> dict[str, Reference]:
 def reference(model_dir: Path) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     model.get_input_embeddings().padding_idx = None  # else the padding token's row would get no gradient
+    before_A, norms = train_reference(model)
+    return Reference(before_A, norms, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def train_reference(model: PreTrainedModel) -> tuple[Tensor, list[float]]:
+    """Return the log-probabilities before, and the norms of four updates."""
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-2, eps=0.05)
     before_A, norms = log_probs(model).detach(), []
     for _ in range(4):
@@ -155,7 +225,53 @@ def reference(model_dir: Path) -> Reference:
         (((found_A + 1).square().sum() - (0.5 * found_A.detach() * entropy_A).sum()) / 16).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 4.0)))
         optimizer.step()
-    return Reference(before_A, norms, {name: p.detach() for name, p in model.named_parameters()})
+    return before_A, norms
+
+
+def write_random_adapter(root: Path, model: str, lora: dict[str, Any]) -> Path:
+    """Write an adapter in peft's form, with random A and B, and return its directory."""
+    path = root / lora["path"]
+    settings = LoraConfig.model_validate(lora | {"path": None})
+    shapes = {name: tuple(value.shape) for name, value in load_file(root / "models" / model / FILE).items()}
+    targets = adapter_targets(shapes, settings)
+    random = torch.Generator().manual_seed(1)
+    tensors = {
+        name: 0.2 * torch.randn(shape, generator=random)
+        for name, shape in adapter_shapes(targets, settings.rank).items()
+    }
+    write_adapter(path, tensors, settings, targets, base="base")
+    return path
+
+
+def adapted_reference(root: Path, case: str) -> tuple[Reference, Tensor]:
+    """Return what a float64 adapter written by hand is trained to, and the log-probabilities of the final one."""
+    options = ADAPTED[case]
+    lora = LoraConfig.model_validate(options["lora"])
+    model_dir = root / "models" / options["model"]
+    shapes = {name: tuple(value.shape) for name, value in load_file(model_dir / FILE).items()}
+    targets = adapter_targets(shapes, lora)
+    if lora.path is not None:
+        adapter = load_file(Path(lora.path) / "adapter_model.safetensors")
+    else:
+        adapter = {
+            name: initial_a(name, shape, lora, seed=0) if name.endswith(A) else torch.zeros(shape)
+            for name, shape in adapter_shapes(targets, lora.rank).items()
+        }
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    model.requires_grad_(False)
+    for module in targets:
+        a, b = (adapter[PREFIX + module + end].double() for end in (A, B))
+        parametrize.register_parametrization(model.get_submodule(module), "weight", Change(a, b, lora.scaling))
+    before_A, norms = train_reference(model)
+    ends = {".parametrizations.weight.0.a": A, ".parametrizations.weight.0.b": B}
+    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    weights = {
+        PREFIX + name.removesuffix(end) + own: value
+        for name, value in trained.items()
+        for end, own in ends.items()
+        if name.endswith(end)
+    }
+    return Reference(before_A, norms, weights), log_probs(model).detach()
 
 
 def log_probs(model: PreTrainedModel) -> Tensor:
@@ -273,3 +389,109 @@ def test_ranks_together_and_a_process_without_megatron_write_the_same_export(
 def test_export_is_loaded_by_transformers(root: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(root / "export-tp2-pp2")
     assert model.model.embed_tokens.weight.equal(exported(root, "tp2-pp2")["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("case", EXACT_ADAPTED)
+def test_updates_of_an_adapter_are_those_of_the_reference(root: Path, case: str) -> None:
+    """Log-probabilities, gradients and weights after four updates, on every rank; the base stays as it was."""
+    expected, final_A = adapted_reference(root, case)
+    for rank in range(ADAPTED[case]["ranks"]):
+        found = saved(root, case, rank)
+        torch.testing.assert_close(found["log_probs"].double(), expected.log_probs_A, rtol=1e-5, atol=1e-5)
+        assert found["norms"] == pytest.approx(expected.norms, rel=1e-4)
+        torch.testing.assert_close(found["final"].double(), final_A, rtol=1e-4, atol=1e-4)
+    adapter = load_file(root / f"export-{case}" / ADAPTER_FILE)
+    assert adapter.keys() == expected.weights.keys()
+    for name, value in adapter.items():
+        torch.testing.assert_close(value.double(), expected.weights[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", ["lora-new", "lora-tp2", "lora-pp2", "lora-tp2-cp2"])
+def test_base_of_an_adapter_is_the_reference_without_a_copy(
+    root: Path, references: dict[str, Reference], case: str
+) -> None:
+    expected = references[ADAPTED[case]["model"]].log_probs_A
+    for rank in range(ADAPTED[case]["ranks"]):
+        found = saved(root, case, rank)
+        torch.testing.assert_close(found["initial"].double(), expected, rtol=1e-5, atol=1e-5)
+        assert found["copies"] == [case == "lora-new", True], "new: B is 0; and after updates"
+
+
+@pytest.mark.parametrize("case", [*EXACT_ADAPTED, "lora-bfloat16"])
+def test_shards_of_all_ranks_make_the_exported_adapter_and_the_merged_model(root: Path, case: str) -> None:
+    exports = {"shards": load_file(root / f"export-{case}" / ADAPTER_FILE), "merged": exported(root, case)}
+    for kind, expected in exports.items():
+        held = [saved(root, case, rank)[kind] for rank in range(ADAPTED[case]["ranks"])]
+        specs = [[ShardSpec(name, shape, "float32", Box(*box)) for name, shape, *box, _ in shards] for shards in held]
+        plan_transfer(specs, bucket_bytes=2**20, dtype="float32")  # refuses gaps and overlaps
+        assert {spec.name for rank in specs for spec in rank} == expected.keys()
+        tolerance = 0.02 if kind == "merged" and "bfloat16" in case else 1e-6
+        for shards in held:
+            for name, _, offset, size, values in shards:
+                part = expected[name][Box(offset, size).slices]
+                torch.testing.assert_close(values.reshape(size).float(), part, rtol=0, atol=tolerance, msg=name)
+                assert kind == "merged" or values.dtype == torch.float32
+    base = load_file(root / "models" / ADAPTED[case]["model"] / FILE)
+    changed = {name.removesuffix(".weight") for name, value in exports["merged"].items() if not value.equal(base[name])}
+    lora = LoraConfig.model_validate(ADAPTED[case]["lora"])
+    assert changed == adapter_targets({name: tuple(value.shape) for name, value in base.items()}, lora).keys()
+
+
+@pytest.mark.parametrize("case", ["lora-tp2-dp2", "lora-tp2-pp2-vp2"])
+def test_ranks_together_write_the_export_of_an_adapter(root: Path, case: str, tmp_path: Path) -> None:
+    lora = LoraConfig.model_validate(ADAPTED[case]["lora"])
+    write_export(root / f"end-{case}", tmp_path / "export", root / "models" / ADAPTED[case]["model"], lora)
+    files = [path for path in (root / f"export-{case}").rglob("*.*") if path.is_file()]
+    assert root / f"export-{case}" / ADAPTER_FILE in files
+    for path in files:
+        inside = path.relative_to(root / f"export-{case}")
+        for directory in (root / f"shared-{case}", tmp_path / "export"):
+            assert (directory / inside).read_bytes() == path.read_bytes(), path
+
+
+def test_adapter_is_resumed_by_another_division_of_the_model(root: Path) -> None:
+    through, resumed = saved(root, "lora-tp2-dp2"), saved(root, "lora-resumed")
+    assert resumed["norms"] == pytest.approx(through["norms"][2:], rel=1e-4)
+    assert resumed["updates"] == through["updates"] == 4
+    expected = load_file(root / "export-lora-tp2-dp2" / ADAPTER_FILE)
+    for name, value in load_file(root / "export-lora-resumed" / ADAPTER_FILE).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_adapter_is_resumed_bit_for_bit_also_with_dropout(root: Path) -> None:
+    through, resumed = saved(root, "lora-dropout"), saved(root, "lora-resumed-dropout")
+    assert resumed["norms"] == through["norms"][2:]
+    exports = [root / f"export-{case}" for case in ("lora-dropout", "lora-resumed-dropout")]
+    for file in (FILE, ADAPTER_FILE):
+        assert (exports[0] / file).read_bytes() == (exports[1] / file).read_bytes()
+
+
+def test_dropout_of_an_adapter_is_for_training_alone_and_the_same_when_recomputed(root: Path) -> None:
+    plain, dropped, recomputed = (saved(root, f"lora-{case}") for case in ("tp2", "dropout", "dropout-recomputed"))
+    assert dropped["log_probs"].equal(plain["log_probs"])
+    assert recomputed["norms"] == pytest.approx(dropped["norms"], rel=1e-5)
+    assert abs(dropped["norms"][0] / plain["norms"][0] - 1) > 0.01
+
+
+def test_adapter_alone_has_gradients_and_is_float32_beside_a_bfloat16_base(
+    root: Path, references: dict[str, Reference]
+) -> None:
+    found = saved(root, "lora-bfloat16")
+    assert found["types"] == [(False, "torch.bfloat16"), (True, "torch.float32")]
+    trained = sum(values.numel() for _, _, _, _, values in found["shards"])
+    assert trained <= found["trained"] <= trained + 64 * len(found["shards"]) + 128, "buffers: Megatron pads tensors"
+    torch.testing.assert_close(found["initial"].double(), references["qwen3"].log_probs_A, rtol=0.05, atol=0.1)
+    expected, final_A = adapted_reference(root, "lora-bfloat16")
+    torch.testing.assert_close(found["log_probs"].double(), expected.log_probs_A, rtol=0.05, atol=0.1)
+    assert found["norms"][0] == pytest.approx(expected.norms[0], rel=0.05)
+    torch.testing.assert_close(found["final"].double(), final_A, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
+def test_exported_adapter_loads_in_peft(root: Path) -> None:
+    peft = pytest.importorskip("peft")
+    export = root / "export-lora-tp2-dp2"
+    base = AutoModelForCausalLM.from_pretrained(root / "models" / "qwen2", dtype=torch.float64)
+    model = peft.PeftModel.from_pretrained(base, export / "adapter").base_model.model
+    final = saved(root, "lora-tp2-dp2")["final"].double()
+    torch.testing.assert_close(log_probs(model).detach(), final, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
+from workers.engines.hf.export import SavedTensors
 
 from . import command
 
@@ -83,3 +88,27 @@ def test_every_stage_fetches_rows_that_go_over_the_engines_own_groups(tmp_path: 
     assert [line["samples"] for line in metrics] == [16, 16]
     assert all(abs(line["old_policy_kl"]) < 1e-3 for line in metrics)
     assert (metrics[0]["kl"], metrics[1]["kl"] > 0) == (pytest.approx(0, abs=1e-6), True)
+
+
+def test_adapter_over_stages_and_tensor_parallel_ranks_arrives_and_is_resumed(tmp_path: Path) -> None:
+    """Versions are adapters; the reference is the base; fewer ranks, divided otherwise, go on with it."""
+    ours = ("--set", "lora={rank: 4, alpha: 8}", "--set", "algorithm.kl_coef=0.01", "--set", "weightsync.lora=adapter")
+    stages = ("--roles", "rollout:1,actor:4", "--set", "actor.megatron.pipeline_parallel=2")
+    first = command.run(*ours, *SMALL, *stages, "--run-dir", "run", "--steps", "2", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert first.returncode == 0, first.stderr
+    one = ("--roles", "rollout:1,actor:2", "--set", "actor.megatron.pipeline_parallel=1")
+    second = command.run("--resume", "run", *one, "--steps", "3", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert second.returncode == 0, second.stderr
+    metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["samples"] for line in metrics] == [16] * 3
+    assert all(abs(line["old_policy_kl"]) < 1e-3 for line in metrics)  # generator and trainer hold the same adapter
+    assert 0 <= metrics[0]["kl"] < 1e-9 < metrics[-1]["kl"], "the base is the policy before its first update"
+    command.check_ledger(tmp_path / "run", groups_per_step=4, last=3)
+    base = load_file(Path(load_config(find_recipe("quickstart")).model.path) / "model.safetensors")
+    exported = tmp_path / "run/checkpoints/step_000003/hf"
+    changed = {name for name, value in load_file(exported / "model.safetensors").items() if not value.equal(base[name])}
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    adapter = load_file(exported / "adapter/adapter_model.safetensors")
+    assert len(adapter) == 2 * len(changed)
+    saved = SavedTensors(tmp_path / "run/checkpoints/step_000003/dcp")
+    assert {name.rpartition(".lora_")[0] + ".weight" for name in saved.shapes_below("model.")} == changed

@@ -199,19 +199,28 @@ def fsdp_memory(
     return parts | _passes(model, number, tokens, layers=layers, recomputed=training.gradient_checkpointing)
 
 
-def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int, *, longest: int = 0) -> Parts:
-    """Return what a rank of Megatron's first or last stage has, whichever is larger; `longest`: tokens of a sample."""
+def megatron_memory(
+    model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int, *, longest: int = 0, trained: int | None = None
+) -> Parts:
+    """Return what a rank of Megatron's first or last stage has, whichever is larger; `longest`: tokens of a sample,
+    `trained`: parameters of an adapter, beside which the model is frozen."""
     #     p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
     #     moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
+    #     an adapter, a = A / PP: weights c p + 4 a, gradients 4 a, moments 8 a / n, no masters. Tensor-parallel ranks
+    #     divide one of A and B, too, which is not counted
     #
     # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
     size = _megatron_parameters(model, layout)
     divided = layout.context * layout.replicas
     tokens = max(tokens, _pipeline_tokens(actor.megatron, tokens, longest))
-    parts = {"weights": number * size, "gradients": 4 * size, "moments": 8 * size // divided}
-    if number == 2:
-        parts["masters"] = 4 * size // divided
+    if trained is None:
+        parts = {"weights": number * size, "gradients": 4 * size, "moments": 8 * size // divided}
+        if number == 2:
+            parts["masters"] = 4 * size // divided
+    else:
+        own = trained // layout.stages
+        parts = {"weights": number * size + 4 * own, "gradients": 4 * own, "moments": 8 * own // divided}
     return parts | _passes(
         model,
         number,
@@ -264,10 +273,11 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
 def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: int) -> Parts:
     """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
+    of_adapter = None if config.lora is None else trained
     if actor.engine == "megatron":
-        parts = megatron_memory(model, actor, ranks, tokens, longest=longest)
+        parts = megatron_memory(model, actor, ranks, tokens, longest=longest, trained=of_adapter)
     else:
-        parts = fsdp_memory(model, actor, ranks, tokens, trained=None if config.lora is None else trained)
+        parts = fsdp_memory(model, actor, ranks, tokens, trained=of_adapter)
     if config.algorithm.has_critic and "critic" not in config.roles:
         parts["critic"] = _state(fsdp_memory(model, config.critic, ranks, tokens))
     if actor.tri_model:

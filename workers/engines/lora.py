@@ -1,5 +1,6 @@
 """Low-rank adapters: which modules have one, what its tensors are called, and its files in peft's form. Pure: no
-processes, no engine, and no torch at import (the launcher asks it, too). Layers: `workers.engines.hf.adapter`.
+processes, no engine, and no torch at import (the launcher asks it, too). Layers: `workers.engines.hf.adapter` and
+`workers.engines.megatron.adapter`.
 
     W' = W + scaling x B A       A [rank, in], B [out, rank]       (Hu et al. 2021, arXiv 2106.09685, eq. 3)
 
@@ -14,7 +15,8 @@ yields depends on `weightsync.lora`:
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ from workers.settings.lora import ALL_LINEAR, LoraConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workers.engines.base import LocalShard
+
 PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,6 +41,39 @@ _WEIGHT = ".weight"
 _STACKS = ("layers", "h", "blocks")
 
 Shape = tuple[int, ...]
+
+
+class AdapterSwitch:
+    """Whether the adapters of a model take part in its passes."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+
+class MergedShard:
+    """A part of an adapted weight, whose values are computed whenever they are read: float32 [rows, columns].
+
+    Args:
+        base: the part of W.
+        a: A's columns that belong to it, [rank, columns].
+        b: B's rows, [rows, rank].
+    """
+
+    def __init__(self, base: "LocalShard", a: "Tensor", b: "Tensor", scaling: float) -> None:
+        self.name, self.shape, self.box = base.name, base.shape, base.box
+        self._base, self._a, self._b, self._scaling = base.values, a, b, scaling
+
+    @property
+    def values(self) -> "Tensor":
+        return merge(self._base.reshape(self.box.size), self._a, self._b, self._scaling)
 
 
 def adapter_targets(shapes: Mapping[str, Shape], lora: LoraConfig) -> dict[str, tuple[int, int]]:
@@ -120,6 +157,22 @@ def initial_a(name: str, shape: Shape, lora: LoraConfig, *, seed: int) -> "Tenso
     # Source: peft 0.21, `LoraLayer.reset_lora_parameters`: kaiming_uniform with a = sqrt(5).
     bound = shape[1] ** -0.5
     return a.uniform_(-bound, bound, generator=generator)
+
+
+def fill_adapter(
+    shards: "Iterable[LocalShard]", lora: LoraConfig, targets: Mapping[str, tuple[int, int]], *, seed: int
+) -> None:
+    """Give parts of an adapter, under peft's names, their first values: those of `lora.path`, or new ones."""
+    read = None if lora.path is None else read_adapter(Path(lora.path), lora, targets)
+    for shard in shards:
+        if read is not None:
+            whole = read[shard.name]
+        elif shard.name.endswith(A):
+            whole = initial_a(shard.name, shard.shape, lora, seed=seed)
+        else:
+            shard.values.zero_()
+            continue
+        shard.values.copy_(whole[shard.box.slices].reshape(shard.values.shape))
 
 
 def peft_config(lora: LoraConfig, targets: Iterable[str], *, base: str) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from torch import Tensor
 from weightsync.plan import Box, Need
 from workers.engines.base import LocalShard, TrainEngine
 from workers.engines.hf.weights import NO_ALIASES, HfWeights, write_weights
+from workers.engines.lora import AdapterSwitch
 from workers.rank.peers import gather, waiting_for_peers
+from workers.rows.packed_rows import Sequences
 
 
 class SharedModel(ABC):
@@ -107,3 +109,23 @@ class SharedModel(ABC):
 
     def _held_shards(self) -> list[LocalShard]:
         return [shard for shard in self.shards() if shard.box.numel]
+
+
+class BaseOfPolicy:
+    """The model that a policy with an adapter began as: the policy with its adapter off; implements `PolicyCopy`.
+
+    Args:
+        policy: the engine; its copy needs no memory and no weights.
+        switch: of the policy's adapter.
+    """
+
+    def __init__(self, policy: TrainEngine, switch: AdapterSwitch) -> None:
+        self._policy, self._switch = policy, switch
+
+    def take(self) -> None:
+        """Never called: it is the initial model."""
+        raise AssertionError("the base is frozen")
+
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        with self._switch.off():
+            return self._policy.log_probs(batch)

@@ -1,6 +1,7 @@
 """Settings of the `megatron` engine, its layout of ranks, and the models that it trains. Torch-free, for preflight."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -201,6 +202,20 @@ def check_division(model: DenseModel, config: MegatronConfig, *, section: str = 
         raise ConfigError(
             f"{section}.megatron.virtual_pipeline: {chunks} does not divide the {model.num_layers // stages} layers of "
             f"a pipeline stage; choose a divisor"
+        )
+
+
+def check_adapted(targets: Iterable[str], model: DenseModel, config: MegatronConfig) -> None:
+    """Raise ConfigError if the adapted modules, named by their paths, leave a part of the pipeline without any: nothing
+    would be trained there."""
+    num_parts = config.pipeline_parallel * config.virtual_pipeline
+    size = model.num_layers // num_parts
+    adapted = {int(found[1]) // size for path in targets if (found := re.search(r"\blayers\.(\d+)\.", path))}
+    if without := sorted({*range(num_parts)} - adapted):
+        first = without[0] * size
+        raise ConfigError(
+            f"lora.targets: no module of layers {first} to {first + size - 1} is adapted, which are a part of "
+            f"actor.megatron's pipeline; name some in every part, or set pipeline_parallel to 1"
         )
 
 

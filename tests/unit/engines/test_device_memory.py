@@ -74,6 +74,17 @@ def test_state_of_megatron_at_seven_billion_parameters() -> None:
     assert sum(two[name] for name in state) == pytest.approx(12 * QWEN_7B.num_parameters / 4, rel=1e-6)
 
 
+def test_state_of_megatron_beside_an_adapter_is_the_frozen_model_and_the_adapters_own() -> None:
+    megatron = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    actor = ActorConfig.model_validate({"engine": "megatron", "autocast": "bfloat16", "megatron": megatron})
+    trained = 40 * 10**6
+    one, two = (megatron_memory(QWEN_7B, actor, ranks, tokens=16384, trained=trained) for ranks in (4, 8))
+    full = megatron_memory(QWEN_7B, actor, 4, tokens=16384)
+    assert one["weights"] == full["weights"] + 4 * trained // 2
+    assert (one["gradients"], one["moments"], two["moments"]) == (4 * trained // 2, 8 * trained // 2, 8 * trained // 4)
+    assert "masters" not in one and one["activations"] == full["activations"]
+
+
 def test_tensor_parallel_ranks_divide_all_activations_and_stages_keep_pieces() -> None:
     def activations(tensor: int, stages: int = 1, longest: int = 0, **pipeline: int) -> int:
         megatron = {"tensor_parallel": tensor, "pipeline_parallel": stages, **pipeline}

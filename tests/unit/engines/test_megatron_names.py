@@ -17,7 +17,8 @@ from asyncflow.errors import PlanError
 from weightsync.plan import Box, ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
 from workers.engines.hf.model import empty_causal_lm, parameter_aliases
-from workers.engines.megatron.names import MegatronGeometry, hf_weight_names, megatron_shards
+from workers.engines.lora import A, B, MergedShard, adapter_shapes
+from workers.engines.megatron.names import ADAPTER, MegatronGeometry, fused_layers, hf_weight_names, megatron_shards
 from workers.settings.megatron import DenseModel
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, FFN, VOCAB, PADDED_VOCAB = 4, 12, 6, 20, 29, 40
@@ -235,3 +236,49 @@ def test_shape_of_another_geometry_is_refused(name: str) -> None:
 def test_layer_behind_the_last_is_refused() -> None:
     with pytest.raises(PlanError, match="would be layer 5 of 4; is the layer offset right"):
         megatron_shards("decoder.layers.2.mlp.linear_fc2.weight", torch.zeros(1), make_geometry(offset=3))
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(1, 4), (2, 4), (4, 4), (2, 2)])
+def test_a_and_b_are_cut_as_rows_and_columns_of_their_weight_are(tp: int, kv_heads: int) -> None:
+    """B A of what a rank holds is the rank's part of the whole product, for every module of a layer."""
+    rank, random = 3, torch.Generator().manual_seed(1)
+    base = hf_weights(8, kv_heads, bias=False, qk_norm=False, tied=False)
+    targets = {
+        name.removesuffix(".weight"): tuple(weight.shape) for name, weight in base.items() if "_proj.weight" in name
+    }
+    pairs = {
+        name.removeprefix("base_model.model."): torch.randn(shape, generator=random)
+        for name, shape in adapter_shapes(targets, rank).items()
+    }
+    seen: dict[str, list[Box]] = {}
+    for tp_rank in range(tp):
+        geometry = make_geometry(kv_heads=kv_heads, tp=tp, tp_rank=tp_rank, offset=2)
+        held = dict(megatron_weights(base, geometry, 1, 2, fused_norms=False))
+        for layer, fused in fused_layers(geometry).items():
+            prefix = f"decoder.layers.1.{layer}."
+            for weight in megatron_shards(prefix + "weight", torch.zeros_like(held[prefix + "weight"]), geometry):
+                module = weight.name.removesuffix(".weight")
+                halves = []
+                for end, name in ((A, "lora_A"), (B, "lora_B")):
+                    outputs = next(number for path, number in fused.parts if module.endswith(path))
+                    size = (rank, fused.inputs) if end == A else (fused.groups * outputs, rank)
+                    own = f"{prefix}{ADAPTER}.{module.rpartition('.')[2]}.{name}"
+                    (half,) = megatron_shards(own, torch.zeros(size), geometry)
+                    assert half.name == module + end and half.shape == pairs[module + end].shape
+                    halves.append(pairs[half.name][half.box.slices])
+                    seen.setdefault(half.name, []).append(half.box)
+                whole = pairs[module + B] @ pairs[module + A]
+                found = MergedShard(weight, *halves, 1.0).values
+                torch.testing.assert_close(found, whole[weight.box.slices], rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2 * 7
+    for name, boxes in seen.items():
+        covered = torch.zeros(pairs[name].shape)
+        for box in set(boxes):
+            covered[box.slices] += 1
+        assert covered.eq(1).all(), name
+
+
+def test_an_adapter_of_other_sizes_is_refused() -> None:
+    geometry = make_geometry(tp=2)
+    with pytest.raises(PlanError, match="shape"):
+        megatron_shards(f"decoder.layers.0.mlp.linear_fc2.{ADAPTER}.down_proj.lora_A", torch.zeros(3, FFN), geometry)

@@ -18,6 +18,7 @@ from launcher.request.stop_time import saved_bytes
 from workers.engines.device_memory import ModelSizes, fsdp_memory, memory_of_roles
 from workers.settings.engines import ActorConfig
 from workers.settings.lora import LoraConfig
+from workers.settings.megatron import DenseModel, MegatronConfig, check_adapted
 from workers.settings.run import RunConfig
 
 SMOLLM2 = ModelSizes(
@@ -38,7 +39,10 @@ def configure(*settings: str, roles: str = "rollout:1,actor:1") -> RunConfig:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("actor.engine=megatron",), "^lora: actor.engine megatron trains no adapters"),
+        (
+            ("actor.engine=megatron", "lora.modules_to_save=[norm]", "weightsync.lora=merged"),
+            "^lora.modules_to_save: cannot be used with actor.engine megatron",
+        ),
         (("lora.modules_to_save=[norm]",), "^lora.modules_to_save: cannot be used with weightsync.lora adapter"),
         (
             ("lora.modules_to_save=[norm]", "weightsync.lora=merged", "actor.autocast=bfloat16"),
@@ -65,6 +69,13 @@ def test_what_excludes_an_adapter_is_refused(settings: tuple[str, ...], message:
     config = configure(*(one.format(model=model) if "{model}" in one else one for one in settings), roles=roles)
     with pytest.raises(ConfigError, match=message):
         check_rules(config, AT_START)
+
+
+def test_engines_of_users_train_no_adapters() -> None:
+    config = configure()
+    actor = config.actor.model_copy(update={"engine": "own:Engine"})
+    with pytest.raises(ConfigError, match="^lora: actor.engine own:Engine trains no adapters; set it to fsdp or meg"):
+        check_rules(config.model_copy(update={"actor": actor}), AT_START)
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "LoftQ"])
@@ -103,6 +114,24 @@ def test_targets_and_tokens_are_checked_against_the_files(tmp_path: Path) -> Non
         check_models(configure(f"lora.path={reference}"))
     with pytest.raises(ConfigError, match=r"^lora.path: 'nowhere' does not exist"):
         configure("lora.path=nowhere")
+
+
+def test_parts_of_megatrons_pipeline_without_an_adapted_module_are_refused() -> None:
+    model = DenseModel.from_config(QWEN_7B)
+    targets = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(28)]
+    stages = MegatronConfig(pipeline_parallel=2, virtual_pipeline=2)
+    check_adapted(targets, model, stages)
+    check_adapted(targets[:7], model, MegatronConfig())
+    with pytest.raises(ConfigError, match=r"^lora.targets: no module of layers 14 to 20 is adapted.*; name some in"):
+        check_adapted(targets[:14] + targets[21:], model, stages)
+
+
+def test_estimates_count_the_adapter_of_megatron_alone() -> None:
+    settings = ("actor.engine=megatron", "actor.autocast=bfloat16")
+    own, full = (memory_of_roles(configure(*settings, *more), SMOLLM2)["actor"] for more in ((), ("lora=null",)))
+    trained = SMOLLM2.trained_parameters(configure().lora)
+    assert own["gradients"] == 4 * trained and full["gradients"] == 4 * SMOLLM2.num_parameters
+    assert own["moments"] == 8 * trained and "masters" not in own
 
 
 def test_parameters_of_the_adapter_are_counted() -> None:

@@ -63,7 +63,7 @@ from workers.engines.packed_forward import (
     response_results,
     response_top_log_probs,
 )
-from workers.engines.shared_model import SharedModel
+from workers.engines.shared_model import BaseOfPolicy, SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
@@ -448,7 +448,8 @@ class FsdpEngine(ShardedModel):
 
     def open_copy(self, *, initial: bool = False) -> "FsdpCopy | BaseOfPolicy":
         if self._lora is not None and initial and not self._lora.modules_to_save:
-            return BaseOfPolicy(self)
+            assert self._adapter is not None
+            return BaseOfPolicy(self, self._adapter.switch)
         assert self._lora is None or initial, "older adapters are not kept"
         copy = FsdpCopy(
             self._model_dir, self._training, temperature=self._temperature, device=self._device, policy=self
@@ -467,22 +468,6 @@ class FsdpEngine(ShardedModel):
         yield from super()._state_tensors()
         for copy in self._copies:  # they sleep and wake with the policy
             yield from copy._state_tensors()
-
-
-class BaseOfPolicy:
-    """The model that a policy with an adapter began as: the policy with its adapter off; implements `PolicyCopy`."""
-
-    def __init__(self, policy: FsdpEngine) -> None:
-        self._policy = policy
-
-    def take(self) -> None:
-        """Never called: it is the initial model."""
-        raise AssertionError("the base is frozen")
-
-    def log_probs(self, batch: Sequences | None) -> Tensor:
-        assert self._policy._adapter is not None, "opened for a policy with an adapter"
-        with self._policy._adapter.switch.off():
-            return self._policy.log_probs(batch)
 
 
 class FsdpCopy(SharedModel, OffloadedState):

@@ -7,9 +7,7 @@ turns all of its adapters off, so the base is there without a second copy.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +19,17 @@ from weightsync.sender import Shard
 from workers.engines.base import LocalShard
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.model import parameter_aliases
-from workers.engines.lora import PREFIX, A, B, adapter_targets, initial_a, merge, read_adapter, saved_weights
+from workers.engines.lora import (
+    PREFIX,
+    A,
+    AdapterSwitch,
+    B,
+    MergedShard,
+    adapter_targets,
+    fill_adapter,
+    saved_weights,
+)
 from workers.settings.lora import LoraConfig
-
-
-class AdapterSwitch:
-    """Whether the adapters of a model take part in its passes."""
-
-    def __init__(self) -> None:
-        self.on = True
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        self.on = False
-        try:
-            yield
-        finally:
-            self.on = True
 
 
 class LoraLinear(nn.Linear):
@@ -115,15 +107,7 @@ class Adapter:
 
     def fill(self, *, seed: int) -> None:
         """Give the adapter its first values: those of `lora.path`, or new ones."""
-        read = None if self._lora.path is None else read_adapter(Path(self._lora.path), self._lora, self.targets)
-        for shard in self.shards():
-            if read is not None:
-                values = read[shard.name]
-            elif shard.name.endswith(A):
-                values = initial_a(shard.name, shard.shape, self._lora, seed=seed)
-            else:
-                values = torch.zeros(shard.shape)
-            shard.values.copy_(values[shard.box.slices].reshape(shard.values.shape))
+        fill_adapter(self.shards(), self._lora, self.targets, seed=seed)
 
     def shards(self) -> Iterator[LocalShard]:
         """Yield this rank's pieces of the adapter, under peft's names."""
@@ -152,15 +136,3 @@ class Adapter:
             rows = next(one for one in changes[path] if one.box.offset[0] == shard.box.offset[0])
             assert rows.box.size[0] == shard.box.size[0], f"{path}: rows of W and B are cut differently"
             yield MergedShard(shard, self._whole_a[path], rows.values, self._lora.scaling)
-
-
-class MergedShard:
-    """A part of an adapted weight, whose values are computed whenever they are read: float32 [rows, in]."""
-
-    def __init__(self, base: LocalShard, a: Tensor, b: Tensor, scaling: float) -> None:
-        self.name, self.shape, self.box = base.name, base.shape, base.box
-        self._base, self._a, self._b, self._scaling = base.values, a, b, scaling
-
-    @property
-    def values(self) -> Tensor:
-        return merge(self._base, self._a, self._b, self._scaling)

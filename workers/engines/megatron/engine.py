@@ -1,7 +1,8 @@
 """The `megatron` training engine: tensor, context, pipeline and data parallelism, and Megatron's distributed optimizer.
 
 Every data-parallel replica holds the whole model, split over its tensor-parallel ranks and pipeline stages; optimizer
-state and float32 master weights are split over all ranks. With `autocast: bfloat16` parameters are bfloat16.
+state and float32 master weights are split over all ranks. With `autocast: bfloat16` parameters are bfloat16. With an
+adapter (`lora`) all of this is the adapter's, and the model is frozen.
 
     forward_backward(batch, loss)   all ranks of a replica get the same rows; gradients of the *sum* accumulate
     forward_backward(None, loss)    a replica without rows has nothing to do
@@ -17,15 +18,17 @@ Legend of shapes: A drawn tokens of the micro-batch.
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weightsync.sender import Shard
 from workers.checkpoint.saved_shards import WHOLE, BoxedTensor, BoxPart, ExportShare
 from workers.data.model_files import read_model_config
 from workers.engines.base import (
@@ -39,8 +42,10 @@ from workers.engines.base import (
     decay,
     decays,
 )
-from workers.engines.hf.export import export_saved
+from workers.engines.hf.export import export_adapted, export_saved
 from workers.engines.hf.weights import HfWeights
+from workers.engines.lora import PREFIX, adapter_targets, fill_adapter
+from workers.engines.megatron.adapter import MegatronAdapter
 from workers.engines.megatron.megatron_context import TokenShare
 from workers.engines.megatron.megatron_model import (
     MegatronParts,
@@ -53,10 +58,11 @@ from workers.engines.megatron.names import FlatBox, MegatronGeometry, flat_boxes
 from workers.engines.megatron.schedule import PipelineSchedule, Slot, StageTask
 from workers.engines.offload import OffloadedState
 from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_entropy_gradient
-from workers.engines.shared_model import SharedModel
+from workers.engines.shared_model import BaseOfPolicy, SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
-from workers.settings.megatron import DenseModel
+from workers.settings.lora import LoraConfig
+from workers.settings.megatron import DenseModel, check_adapted
 
 # This rank's stage of the pipeline: forward and backward passes of pieces of micro-batches, as `PipelineSchedule` says.
 #
@@ -125,6 +131,7 @@ class _Passes:
 
     def advance(self, *, drain: bool) -> None:
         """Compute until all pieces have entered, or with `drain` until all have left."""
+        self._stage.note_backward(self._backward)
         for slot in self._schedule.slots(drain=drain):
             task = slot[self._stage.stage]
             if task is not None:
@@ -247,6 +254,7 @@ class MegatronStage:
         self._positions_t = self._predictors_a = self._targets_a = torch.empty(0, dtype=torch.int64)
         self._entropy = False
         self._request: HeadRequest | None = None
+        self._adapter = parts.adapter
         self._training = _Passes(self, backward=True)
         for network in self._networks:
             network.rotary_pos_emb.register_forward_hook(self._at_positions)
@@ -294,6 +302,11 @@ class MegatronStage:
         """Forget all pieces that are under way."""
         self._training.settle()
         self._training = _Passes(self, backward=True)
+
+    def note_backward(self, follows: bool) -> None:
+        """Note whether the next passes train: an adapter drops inputs in those alone."""
+        if self._adapter is not None:
+            self._adapter.trains = follows
 
     @property
     def _is_last(self) -> bool:
@@ -400,10 +413,13 @@ class MegatronEngine(OffloadedState):
     its own rows of the Hugging Face directory.
 
     Args:
-        seed: of this process's random numbers (without dropout none are drawn).
+        seed: of this process's random numbers (without dropout none are drawn), and of a new adapter.
         timeout_s: of collectives.
+        lora: train an adapter; None: all weights.
+        merged: with `lora`, whether `shards` are whole weights with the adapter added, or the adapter alone.
     Raises:
-        ConfigError: the model is of another family, or the directory does not hold what its config.json says.
+        ConfigError: the model is of another family, or the directory does not hold what its config.json says; or an
+            adapter does not fit it, or its division.
     """
 
     def __init__(
@@ -415,6 +431,8 @@ class MegatronEngine(OffloadedState):
         device: torch.device,
         seed: int,
         timeout_s: float,
+        lora: LoraConfig | None = None,
+        merged: bool = False,
     ) -> None:
         prepare_megatron(device)
         layout = actor.megatron.layout(dist.get_world_size())
@@ -423,14 +441,20 @@ class MegatronEngine(OffloadedState):
         context = join_groups(layout, timeout_s=timeout_s, seed=seed)
         self._actor, self._temperature = actor, temperature
         self._model = DenseModel.from_config(read_model_config(model_dir))
-        self._parts = build_megatron(self._model, actor, layout, context, device)
+        weights = HfWeights(model_dir)
+        self._adapter = None if lora is None else self._make_adapter(lora, weights)
+        self._merged, self._seed = merged, seed
+        self._parts = build_megatron(self._model, actor, layout, context, device, self._adapter)
         self._state = MegatronState(self._parts)
         self._stage = MegatronStage(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)
         self._copies: list[MegatronCopy] = []
-        weights = HfWeights(model_dir)
         _check_stored(self._parts, weights)
-        self._state.read_weights(weights)
+        if self._adapter is None:
+            self._state.fill_masters(weights.fill)
+        else:
+            self._read_base(weights)
+            self._begin_adapter(self._adapter)
         self.zero_grad()
 
     @staticmethod
@@ -443,6 +467,8 @@ class MegatronEngine(OffloadedState):
             device=setup.device,
             seed=run.seed,
             timeout_s=run.launcher.operation_timeout_s,
+            lora=run.lora,
+            merged=not run.sends_adapter,
         )
 
     @property
@@ -456,6 +482,8 @@ class MegatronEngine(OffloadedState):
         """Accumulate gradients of `loss`; `finish_micro_batches`, or `step`, completes those of several stages."""
         if batch is None:
             return
+        if not self._has_gradients and self._adapter is not None and self._adapter.lora.dropout:
+            self._seed_dropout()
         self._has_gradients = True
         self._stage.forward_backward(batch, loss)
 
@@ -490,12 +518,19 @@ class MegatronEngine(OffloadedState):
         self._zero_gradients()
         self._parts.optimizer.zero_grad()
 
-    def shards(self) -> Iterator[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
-        return _shards(self._parts)
+    def shards(self) -> Iterator[Shard]:
+        """See `TrainEngine.shards`."""
+        adapter = self._adapter
+        if adapter is None:
+            yield from _shards(self._parts)
+            return
+        for chunk in self._parts.chunks:
+            pieces = adapter.merged_shards if self._merged else adapter.shards
+            yield from pieces(chunk.network, chunk.geometry)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, and step and update counts for torch.distributed.checkpoint."""
+        """Return model (with an adapter, that alone), optimizer, and step and update counts for
+        torch.distributed.checkpoint."""
         return {**self._state.state_dict(), **self._updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -509,10 +544,16 @@ class MegatronEngine(OffloadedState):
 
     def export_share(self, target: Path, saved: Path, share: ExportShare) -> bool:
         """Write a share of a saved state as a Hugging Face directory, in the element type of the initial model's
-        files."""
-        return export_saved(saved, target, self._model_dir, _hf_names(self._parts), share)
+        files; with an adapter, the merged model, and the adapter beside it."""
+        names = _hf_names(self._parts)
+        if self._adapter is not None:
+            return export_adapted(saved, target, self._model_dir, names, self._adapter.lora, share)
+        return export_saved(saved, target, self._model_dir, names, share)
 
-    def open_copy(self, *, initial: bool = False) -> "MegatronCopy":
+    def open_copy(self, *, initial: bool = False) -> "MegatronCopy | BaseOfPolicy":
+        if self._adapter is not None:
+            assert initial, "older adapters are not kept"
+            return BaseOfPolicy(self, self._adapter.switch)
         actor = self._actor.model_copy(update={"gradient_checkpointing": False})
         parts = build_network(self._model, actor, self._parts.layout, self._parts.context, self._device)
         copy = MegatronCopy(parts, actor, temperature=self._temperature, device=self._device, policy=self)
@@ -520,6 +561,34 @@ class MegatronEngine(OffloadedState):
             copy.read_weights(self._model_dir)
         self._copies.append(copy)
         return copy
+
+    def _make_adapter(self, lora: LoraConfig, weights: HfWeights) -> MegatronAdapter:
+        targets = adapter_targets({name: weights.shape(name) for name in weights.names}, lora)
+        check_adapted(targets, self._model, self._actor.megatron)
+        return MegatronAdapter(lora, targets)
+
+    @torch.no_grad()
+    def _read_base(self, weights: HfWeights) -> None:
+        for chunk in self._parts.chunks:
+            for name, parameter in chunk.network.named_parameters():
+                if not parameter.requires_grad:
+                    parameter.zero_()  # so that the vocabulary's padding is defined
+                    weights.fill(megatron_shards(name, parameter, chunk.geometry))
+
+    def _begin_adapter(self, adapter: MegatronAdapter) -> None:
+        def fill(shards: Iterable[LocalShard]) -> None:
+            named = (replace(shard, name=PREFIX + shard.name) for shard in shards)
+            fill_adapter(named, adapter.lora, adapter.targets, seed=self._seed)
+
+        self._state.fill_masters(fill)
+
+    def _seed_dropout(self) -> None:
+        """Begin new random numbers for an update, since no checkpoint has the state of Megatron's own generators, which
+        its layers draw from under tensor parallelism. Ranks have other tokens or inputs, so each has its own."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        own = np.random.SeedSequence([self._seed, dist.get_rank(), self._updates.number]).generate_state(1)
+        model_parallel_cuda_manual_seed(int(own[0]))
 
     def _zero_gradients(self) -> None:
         for chunk in self._parts.chunks:
@@ -700,10 +769,9 @@ class MegatronState:
                 run.main.zero_()
         self._begin_moments()
 
-    def read_weights(self, weights: HfWeights) -> None:
-        """Read this rank's boxes from safetensors; collective over replicas.
-        Raises ConfigError if a weight is missing or has another shape."""
-        weights.fill(
+    def fill_masters(self, fill: Callable[[Iterable[LocalShard]], None]) -> None:
+        """Let `fill` write the values of this rank's boxes; collective over replicas."""
+        fill(
             LocalShard(flat.name, flat.shape, flat.box, flat.view_of_run(run.main.detach()))
             for run in self._runs
             for flat in run.boxes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from asyncflow.errors import ConfigError
+from workers.engines.megatron.adapter import MegatronAdapter
 from workers.engines.megatron.megatron_context import MegatronPackedAttention
 from workers.engines.megatron.names import MegatronGeometry
 from workers.engines.npu_kernels import rms_norm
@@ -40,6 +41,7 @@ class MegatronParts:
     layout: MegatronLayout  # of all ranks
     context: dist.ProcessGroup | None  # the ranks that share tokens with this one; None: it has all
     optimizer: Any = None  # the one DistributedOptimizer of all chunks, or None
+    adapter: MegatronAdapter | None = None  # what is trained; None: all weights, or nothing
 
     @property
     def geometry(self) -> MegatronGeometry:
@@ -160,13 +162,20 @@ def build_megatron(
     layout: MegatronLayout,
     context: dist.ProcessGroup | None,
     device: torch.device,
+    adapter: MegatronAdapter | None = None,
 ) -> MegatronParts:
-    """Return this rank's part of a trained model, without weights; collective. `join_groups` comes first."""
+    """Return this rank's part of a trained model, without weights; collective. `join_groups` comes first.
+
+    With `adapter` the model is frozen beside it, so that buffers of gradients and optimizer are the adapter's alone.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    half = actor.autocast == "bfloat16"
+    half = actor.autocast == "bfloat16" and adapter is None  # an adapter is in float32: its own master weights
     parts = build_network(model, actor, layout, context, device)
+    for chunk in parts.chunks if adapter is not None else ():
+        assert adapter is not None
+        adapter.attach(chunk.network, chunk.geometry, recomputes=actor.gradient_checkpointing)
     sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     chunks = tuple(
         replace(chunk, wrapped=DistributedDataParallel(chunk.network.config, sharded, chunk.network))
@@ -187,7 +196,7 @@ def build_megatron(
     # No overrides: a single group, without weight decay.
     wrapped = [chunk.wrapped for chunk in chunks]
     chained = get_megatron_optimizer(settings, wrapped, config_overrides={}, use_gloo_process_groups=False)
-    return replace(parts, chunks=chunks, optimizer=chained.chained_optimizers[0])
+    return replace(parts, chunks=chunks, optimizer=chained.chained_optimizers[0], adapter=adapter)
 
 
 def _leave(weight: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ from workers.engines.base import LocalShard
 #     linear_fc1     rows, per tensor-parallel rank:               gate | up
 #     linear_proj, linear_fc2                                      columns split over tensor-parallel ranks
 #     word_embeddings, output_layer                                rows split; padding rows come last and are dropped
+#     <layer>.adapter.<module>.lora_A, .lora_B                     of each of Hugging Face's modules in it; of a
+#                                                                  column-parallel layer A whole and B's rows split, of
+#                                                                  a row-parallel one A's columns split and B whole
 #
 # A layer's norm weights sit in the matrix that follows them (Transformer Engine) or apart (local modules). With fewer
 # query groups than tensor-parallel ranks, a group's rows are split across ranks wherever the division falls.
@@ -57,6 +60,38 @@ class MegatronGeometry:
         return self.num_heads // self.num_kv_heads
 
 
+ADAPTER = "adapter"  # the submodule of a layer that has its adapter
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A linear layer of Megatron's on one rank, and the modules of Hugging Face's that it consists of."""
+
+    column: bool  # column-parallel: this rank has some outputs of every module; else some inputs
+    inputs: int  # of this rank
+    groups: int  # of its outputs; each has some of every module
+    parts: tuple[tuple[str, int], ...]  # in every group: module in a decoder layer -> its outputs
+
+
+def fused_layers(geometry: MegatronGeometry) -> dict[str, FusedLayer]:
+    """Return the linear layers of a decoder layer, by Megatron's names; the ranks divide the key/value heads."""
+    queries, ranks = geometry.num_heads * geometry.head_dim, geometry.tp_size
+    if geometry.num_kv_heads % ranks:
+        raise PlanError(f"an adapter of query groups that {ranks} ranks divide; {geometry}: use fewer ranks")
+    heads = [(f"self_attn.{which}_proj", number * geometry.head_dim) for which, number in _heads(geometry)]
+    half = geometry.ffn_hidden_size // ranks
+    return {
+        "self_attention.linear_qkv": FusedLayer(
+            True, geometry.hidden_size, geometry.num_kv_heads // ranks, tuple(heads)
+        ),
+        "self_attention.linear_proj": FusedLayer(
+            False, queries // ranks, 1, (("self_attn.o_proj", geometry.hidden_size),)
+        ),
+        "mlp.linear_fc1": FusedLayer(True, geometry.hidden_size, 1, (("mlp.gate_proj", half), ("mlp.up_proj", half))),
+        "mlp.linear_fc2": FusedLayer(False, half, 1, (("mlp.down_proj", geometry.hidden_size),)),
+    }
+
+
 def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> list[LocalShard]:
     """Return which parts of Hugging Face's tensors a parameter holds, as views of `local` without gradient.
 
@@ -70,6 +105,9 @@ def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> lis
         if number >= geometry.num_layers:
             raise PlanError(f"{name}: would be layer {number} of {geometry.num_layers}; is the layer offset right?")
         rest, prefix = layer[2], f"model.layers.{number}."
+        adapted = re.fullmatch(rf"(.+)\.{ADAPTER}\.(\w+)\.(lora_[AB])", rest)
+        if adapted is not None:
+            return [_adapter_shard(_Parameter(name, local.detach(), geometry), prefix, *adapted.groups())]
     layout, target = (_OF_LAYER if layer else _OUTSIDE_OF_LAYERS).get(rest, (None, ""))
     if layout is None:
         raise PlanError(
@@ -139,6 +177,19 @@ class _Parameter:
                 f"{self.name}: shape {tuple(self.values.shape)}, but {shape} follows from {self.geometry}; "
                 "give the geometry of this model and rank"
             )
+
+
+def _adapter_shard(parameter: _Parameter, prefix: str, layer: str, module: str, which: str) -> LocalShard:
+    geometry, fused = parameter.geometry, fused_layers(parameter.geometry)[layer]
+    path, outputs = next(part for part in fused.parts if part[0].endswith(f".{module}"))
+    is_a = which == "lora_A"
+    rank = parameter.values.shape[0 if is_a else 1]
+    size = (rank, fused.inputs) if is_a else (fused.groups * outputs, rank)
+    parameter.require_shape(*size)
+    cut = None if is_a == fused.column else (1 if is_a else 0)  # the dimension that is divided
+    shape = tuple(geometry.tp_size * n if dim == cut else n for dim, n in enumerate(size))
+    offset = tuple(geometry.tp_rank * n if dim == cut else 0 for dim, n in enumerate(size))
+    return LocalShard(f"{prefix}{path}.{which}.weight", shape, Box(offset, size), parameter.values)
 
 
 def _whole_hidden(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
