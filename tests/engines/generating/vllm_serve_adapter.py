@@ -26,7 +26,7 @@ from workers.settings.openai import OpenAIConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
-from .vllm_adapter import VllmAdapter
+from .vllm_adapter import VllmAdapter, VllmLoraAdapter
 
 _START_S = 900.0
 
@@ -59,6 +59,7 @@ class VllmServeLoraAdapter(VllmServeAdapter):
     """New adapters go to it as files, by `/v1/load_lora_adapter`."""
 
     name = "openai-vllm-lora"
+    tolerance = VllmLoraAdapter.tolerance
     model = VllmAdapter.model
     lora = LoraConfig(rank=4, alpha=6)
     arguments = ("--enable-lora", "--max-lora-rank", "8")
