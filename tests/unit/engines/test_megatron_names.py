@@ -244,7 +244,9 @@ def test_a_and_b_are_cut_as_rows_and_columns_of_their_weight_are(tp: int, kv_hea
     rank, random = 3, torch.Generator().manual_seed(1)
     base = hf_weights(8, kv_heads, bias=False, qk_norm=False, tied=False)
     targets = {
-        name.removesuffix(".weight"): tuple(weight.shape) for name, weight in base.items() if "_proj.weight" in name
+        name.removesuffix(".weight"): (weight.shape[0], weight.shape[1])
+        for name, weight in base.items()
+        if "_proj.weight" in name
     }
     pairs = {
         name.removeprefix("base_model.model."): torch.randn(shape, generator=random)
@@ -268,7 +270,8 @@ def test_a_and_b_are_cut_as_rows_and_columns_of_their_weight_are(tp: int, kv_hea
                     halves.append(pairs[half.name][half.box.slices])
                     seen.setdefault(half.name, []).append(half.box)
                 whole = pairs[module + B] @ pairs[module + A]
-                found = MergedShard(weight, *halves, 1.0).values
+                a, b = halves
+                found = MergedShard(weight, a, b, 1.0).values
                 torch.testing.assert_close(found, whole[weight.box.slices], rtol=1e-5, atol=1e-5)
     assert len(seen) == 2 * 7
     for name, boxes in seen.items():

@@ -525,8 +525,10 @@ class MegatronEngine(OffloadedState):
             yield from _shards(self._parts)
             return
         for chunk in self._parts.chunks:
-            pieces = adapter.merged_shards if self._merged else adapter.shards
-            yield from pieces(chunk.network, chunk.geometry)
+            if self._merged:
+                yield from adapter.merged_shards(chunk.network, chunk.geometry)
+            else:
+                yield from adapter.shards(chunk.network, chunk.geometry)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model (with an adapter, that alone), optimizer, and step and update counts for
