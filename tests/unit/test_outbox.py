@@ -421,6 +421,7 @@ def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
     rewards = [row.tolist() for row in columns["turn_rewards"].rows()]
     assert rewards[:3] == [[0.25, 1.0], [0.0, 0.5], [0.0]] and all(map(math.isnan, rewards[3]))
     assert columns["turn_ids"].values.dtype == torch.int32 and columns["rewards"].values[0] == 1.25
+    assert columns["turn_rewards"].values.dtype == torch.float64  # sums of float32 would not be equal
     assert columns["reward_parts"].objects()[0] == {"turn_1": 0.25, "turn_2": 1.0}
     written = (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()
     lines = list(map(json.loads, written))
