@@ -166,8 +166,8 @@ class OutsideLease(Lease):
         ):
             if int(ids.max()) >= len(rewards):
                 raise ConfigError(
-                    f"{self.grant.task}: {len(rewards)} {TURN_REWARDS} for turns {sorted(set(ids.tolist()))}; give one for "
-                    f"each turn, from 0"
+                    f"{self.grant.task}: {len(rewards)} {TURN_REWARDS} for turns {sorted(set(ids.tolist()))}; give one "
+                    f"for each turn, from 0"
                 )
             if not torch.isclose(rewards.sum().float(), reward, rtol=1e-4, atol=1e-6, equal_nan=True):
                 raise ConfigError(
