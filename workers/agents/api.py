@@ -257,7 +257,9 @@ class Chat:
         """
         stop = [stop] if isinstance(stop, str) else stop
         _check(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
-        reply = await self._policy(ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop)))
+        replies = tuple(reply.node for reply in self._replies)
+        request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop), replies=replies)
+        reply = await self._policy(request)
         self.messages.append(reply.message)
         self._replies.append(reply)
         return reply
