@@ -45,6 +45,13 @@ def test_only_whole_groups_with_two_rewards_or_more_are_judged(rewards: list[flo
     assert judge.refused([0] * len(rewards), rewards) == (frozenset({0}) if uniform else frozenset())
 
 
+def test_sums_that_differ_in_their_last_digit_are_the_same_reward() -> None:
+    """Training has them as float32."""
+    judge = GroupFilter("zero_variance", group_size=2)
+    assert 33.3 + 66.6 != 99.9
+    assert judge.refused([5, 5, 6, 6], [33.3 + 66.6, 99.9, 99.9, 99.8]) == {5}
+
+
 @pytest.mark.usefixtures("own_filters")
 def test_function_of_ones_own_judges_the_rewards_that_are_known() -> None:
     judge = GroupFilter("own_filters:between", group_size=2)

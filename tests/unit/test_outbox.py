@@ -25,7 +25,7 @@ from workers.records.samples import KeptGroups, SampleLog
 from workers.rewards.base import Response, Score
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load_reward import exact_reward
-from workers.rewards.scorer import GroupReward, Scorer
+from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import single_turn
 from workers.rows.finished import FinishedRollout, RolloutRequest
@@ -299,6 +299,16 @@ def test_a_function_rewards_the_members_of_each_whole_group(
     assert wrong.startswith("reward.group_function: my_ranks:rank returned [0.0, 0.0] for 3 responses; return a list")
 
 
+def test_a_groups_rewards_replace_those_of_turns(ranks: None) -> None:
+    group_reward = GroupReward(RewardConfig(group_function="my_ranks:rank"), group_size=2, failed=print)
+    one = leased_groups(Queue(), 0, 0)
+    rollouts = [rolled(one, response(index)) for index in (10, 11)]
+    scores = [ScoredResponse("p", text, "4", 3.0, True, turn_rewards=(1.0, 2.0)) for text in ("a", "b")]
+    rewarded = group_reward.reward_group('{"ground_truth": "4"}', rollouts, scores).result(DEADLINE_S)
+    group_reward.close()
+    assert [(score.reward, score.turn_rewards) for score in rewarded] == [(0.0, ()), (0.1, ())]
+
+
 def test_a_function_that_says_nan_rewards_nobody(model_dir: Path, samples: SampleLog, ranks: None) -> None:
     client, scorer, told = Queue(), GradedScorer(load_tokenizer(model_dir)), []  # type: Queue, GradedScorer, list[str]
     one = leased_groups(client, 0, 0)
@@ -411,6 +421,7 @@ def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
     rewards = [row.tolist() for row in columns["turn_rewards"].rows()]
     assert rewards[:3] == [[0.25, 1.0], [0.0, 0.5], [0.0]] and all(map(math.isnan, rewards[3]))
     assert columns["turn_ids"].values.dtype == torch.int32 and columns["rewards"].values[0] == 1.25
+    assert columns["turn_rewards"].values.dtype == torch.float64  # sums of float32 would not be equal
     assert columns["reward_parts"].objects()[0] == {"turn_1": 0.25, "turn_2": 1.0}
     written = (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()
     lines = list(map(json.loads, written))

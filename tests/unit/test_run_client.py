@@ -30,6 +30,7 @@ from workers.records.outside_metrics import OutsideMetrics, report_metrics
 SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")
 ROLLOUT = OutsideTask(("prompts",), GENERATED, needs_version=True)
+TURNS = OutsideTask(("prompts",), (*GENERATED, "turn_ids", "rewards", "correct", "turn_rewards"), needs_version=True)
 REWARDS = OutsideTask(("tokens",), ("rewards", "correct"), needs_version=False)
 PARTS = OutsideTask(("tokens",), ("rewards", "correct", "reward_parts"), needs_version=False)
 REF = OutsideTask(("tokens", "sample_lengths", "response_mask"), ("ref_log_probs",), needs_version=False)
@@ -119,6 +120,38 @@ def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message
     queue = Queue()
     with pytest.raises(ConfigError, match=message):
         lease_of(queue, ROLLOUT, held=2).put(generated(**wrong))
+    assert not queue.puts
+
+
+def in_turns(**others: Any) -> dict[str, Any]:
+    scored = {"turn_ids": [[0, 1], [0]], "turn_rewards": [[0.1, 0.2], [1]], "rewards": [0.3, 1], "correct": [0, 1]}
+    return generated(**scored) | others
+
+
+def test_rewards_of_turns_are_as_many_as_a_row_has() -> None:
+    queue = Queue()
+    assert lease_of(queue, TURNS, held=2).put(in_turns())
+    failed = in_turns(turn_rewards=[[float("nan")] * 2, [1]], rewards=[float("nan"), 1])
+    assert lease_of(queue, TURNS, held=2).put(failed)
+    column = queue.puts[0]["turn_rewards"]
+    assert [row.tolist() for row in column.rows()] == [[0.1, 0.2], [1.0]] and column.values.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"turn_ids": [[0, 2], [0]]}, r"2 turn_rewards for turns \[0, 2\]; give one for each turn"),
+        ({"turn_ids": [[-1, 0], [0]]}, "turn_ids are negative; number a row's turns from 0"),
+        ({"turn_rewards": [[0.1, 0.2], []]}, r"0 turn_rewards for turns \[0\]"),
+        ({"turn_rewards": [[0.1, 0.3], [1]]}, r"turn_rewards \[0.1, 0.3\] of a row whose reward is 0.3; give rewards"),
+        ({"turn_rewards": [[0.3, float("nan")], [1]]}, r"turn_rewards \[0.3, nan\] of a row whose reward is 0.3"),
+        ({"turn_rewards": [0.3, None]}, "column turn_rewards: .*; give a tensor or list per row"),
+    ],
+)
+def test_rewards_of_turns_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match=message):
+        lease_of(queue, TURNS, held=2).put(in_turns(**wrong))
     assert not queue.puts
 
 

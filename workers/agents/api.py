@@ -222,8 +222,11 @@ class Model:
         metrics: Mapping[str, float] | None = None,
     ) -> Sample:
         """Return the sample that ends with a reply, or with the last of several. `reward`: of the whole rollout, or one
-        number for each of these replies."""
-        *earlier, last = [reply] if isinstance(reply, Reply) else reply
+        number for each of these replies. Raises UserCodeFailed unless they are different replies of one rollout."""
+        replies = [reply] if isinstance(reply, Reply) else list(reply)
+        if len({each.attempt_id for each in replies}) != 1 or len({each.node for each in replies}) < len(replies):
+            raise UserCodeFailed("model.sample: give a reply, or several different ones of one rollout")
+        *earlier, last = replies
         return Sample(last.node, reward, metrics or {}, tuple(each.node for each in earlier), last.attempt_id)
 
 
@@ -254,7 +257,9 @@ class Chat:
         """
         stop = [stop] if isinstance(stop, str) else stop
         _check(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
-        reply = await self._policy(ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop)))
+        replies = tuple(reply.node for reply in self._replies)
+        request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop), replies=replies)
+        reply = await self._policy(request)
         self.messages.append(reply.message)
         self._replies.append(reply)
         return reply

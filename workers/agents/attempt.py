@@ -67,7 +67,7 @@ class Attempt:
         """
         session = self._session
         if request.token_ids is None:
-            prompt = session.make_prompt(request.messages, request.tools)
+            prompt = session.make_prompt(request.messages, request.tools, request.replies)
         else:
             prompt = session.prompt_of_ids(request.token_ids)
         await self._until_tokens_are_free()

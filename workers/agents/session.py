@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workers.agents.rendering import Renderer
@@ -62,7 +62,7 @@ class Session:
         self._replies: dict[bytes, list[int]] = {}
         self._asked: Counter[bytes] = Counter()
 
-    def make_prompt(self, messages: Sequence[Message], tools: Tools = None) -> PromptOf:
+    def make_prompt(self, messages: Sequence[Message], tools: Tools = None, replies: Collection[int] = ()) -> PromptOf:
         """Return the prompt of a conversation.
 
         It extends the longest recorded history that these messages begin with. A new conversation, or one where a
@@ -80,8 +80,9 @@ class Session:
             nodes = self._replies.get(histories[end])
             if nodes is None:
                 continue
-            # Several nodes can have the same history (the same request drawn twice): spread follow-ups over them.
-            node = min(nodes, key=lambda each: self._nodes[each].num_extended)
+            # Several nodes can have the same history (the same request drawn twice): a chat goes on with its own,
+            # whose reward it may know; otherwise spread follow-ups over them.
+            node = min(nodes, key=lambda each: (each not in replies, self._nodes[each].num_extended))
             ids = self._renderer.bridge(self.node_token_ids(node), messages[end:], tools)
             if ids is not None:
                 self._nodes[node].num_extended += 1

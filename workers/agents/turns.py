@@ -102,6 +102,7 @@ class ChatRequest:
     # Strings that end the response: the token that completes one is its last, and the message ends before the string
     stop: tuple[str, ...] = ()
     token_ids: list[int] | None = None  # the whole prompt in tokens, instead of messages
+    replies: tuple[int, ...] = ()  # nodes of a chat's replies so far: it goes on with its own if others said the same
 
 
 @dataclass(frozen=True)

@@ -306,8 +306,8 @@ def drawn_order(batch: PackedBatch, num_drawn: int) -> Tensor:
     """Return int64 [A]: the places of the `num_drawn` tokens, row after row, each row's in the order in which they were
     drawn.
 
-    Turns of several samples may alternate, e.g. those of a sub-agent and its caller. Without `turn_ids`, rows have one
-    sample each, whose tokens lie in order.
+    Turns of several samples may alternate, e.g. those of a sub-agent and its caller. Without `turn_ids` (one response
+    to a prompt, or samples of a process outside) tokens lie in order.
     """
     return turn_places(batch).argsort(stable=True) if TURN_IDS in batch.columns else torch.arange(num_drawn)
 
@@ -349,7 +349,8 @@ def returns_to_go(
     batch: PackedBatch, *, gamma: float, last_N: Tensor | None = None, penalty_A: Tensor | None = None
 ) -> Tensor:
     """Return float64 [N, K]: the rewards of each turn and, discounted by `gamma` per turn, of the later ones; NaN where
-    a row has no such turn, or no reward.
+    a row has no such turn, or no reward. They are rounded to float32, as `rewards` are: sums of different rewards would
+    differ by their rounding otherwise, which a comparison in standard deviations blows up.
 
     Args:
         last_N: added to the reward of a row's last turn.
@@ -369,7 +370,7 @@ def returns_to_go(
     for k in reversed(range(reward_NK.shape[1])):
         to_go_N = reward_NK[:, k] + gamma * to_go_N
         reward_NK[:, k] = to_go_N
-    return reward_NK.where(there_NK & batch["rewards"].values.isfinite().unsqueeze(1), torch.nan)
+    return reward_NK.float().double().where(there_NK & batch["rewards"].values.isfinite().unsqueeze(1), torch.nan)
 
 
 def of_turns(value_NK: Tensor, batch: PackedBatch) -> Column:

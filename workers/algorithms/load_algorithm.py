@@ -112,7 +112,7 @@ def try_algorithm(
         **{column: Column.of_scalars(torch.zeros(group_size, dtype=torch.bool)) for column in ("truncated", "correct")},
         "rewards": Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
         TURN_IDS: Column.of_rows([torch.zeros(_TRIED_TOKENS, dtype=torch.int32)] * group_size),
-        TURN_REWARDS: Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
+        TURN_REWARDS: Column.of_scalars(torch.arange(group_size, dtype=torch.float64)),
     }
     task = next(task for task in tasks if task.name == ADVANTAGES)
     inputs = task.inputs

@@ -56,6 +56,7 @@ from workers.settings.dataflow import (
     SCALAR_COLUMNS,
     TRAINERS,
     TURN_IDS,
+    TURN_REWARDS,
     WEIGHTS,
 )
 from workers.settings.run import RunConfig
@@ -69,6 +70,7 @@ _DTYPES = {
     "response_mask": torch.uint8,
     "versions": torch.int32,
     TURN_IDS: torch.int32,
+    TURN_REWARDS: torch.float64,
     "correct": torch.bool,
     "truncated": torch.bool,
 }
@@ -121,6 +123,10 @@ class OutsideLease(Lease):
                 self._check_drawn(packed, self._drawn_lengths(rows))
         if "rewards" in packed and packed["rewards"].values.isinf().any():
             raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
+        if TURN_IDS in packed and (packed[TURN_IDS].values < 0).any():
+            raise ConfigError(f"{name}: {TURN_IDS} are negative; number a row's turns from 0")
+        if TURN_REWARDS in packed:
+            self._check_turn_rewards(packed)
         return super().put(packed, rows)
 
     def _check_samples(self, columns: Mapping[str, Column]) -> None:
@@ -154,6 +160,21 @@ class OutsideLease(Lease):
                 if not columns[name].values.isfinite().all():
                     raise ConfigError(f"{self.grant.task}: {name} are not finite; were the weights loaded?")
 
+    def _check_turn_rewards(self, columns: Mapping[str, Column]) -> None:
+        for ids, rewards, reward in zip(
+            columns[TURN_IDS].rows(), columns[TURN_REWARDS].rows(), columns["rewards"].values, strict=True
+        ):
+            if int(ids.max()) >= len(rewards):
+                raise ConfigError(
+                    f"{self.grant.task}: {len(rewards)} {TURN_REWARDS} for turns {sorted(set(ids.tolist()))}; give one "
+                    f"for each turn, from 0"
+                )
+            if not torch.isclose(rewards.sum().float(), reward, rtol=1e-4, atol=1e-6, equal_nan=True):
+                raise ConfigError(
+                    f"{self.grant.task}: {TURN_REWARDS} {rewards.tolist()} of a row whose reward is {reward:g}; give "
+                    f"rewards that are their sums, NaN for all turns where scoring failed"
+                )
+
     def _check_numbers(self, name: str, numbers: list[int], wanted: list[int], *, of: str) -> None:
         if numbers != wanted:
             raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted} {of}; give one for each")
@@ -164,8 +185,9 @@ def _packed(name: str, values: Any) -> Column:
     try:
         if name == REWARD_PARTS:
             return Column.of_values([_reward_parts(row) for row in values])
-        if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
-            rows = [torch.as_tensor(row) for row in values]
+        if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS, TURN_REWARDS):
+            given = dtype if dtype is torch.float64 else None  # numbers of a list would become float32 on the way
+            rows = [torch.as_tensor(row, dtype=given) for row in values]
             if name == "response_mask" and any((row != row.bool()).any() for row in rows):
                 raise ValueError("it has values besides 0 and 1")  # check before the cast to bytes
             return Column.of_rows([row.to("cpu", dtype).reshape(-1) for row in rows])

@@ -3,7 +3,7 @@
 import math
 import reprlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ class Score:
         reward: what training maximizes; finite. From a function, also one number per turn, whose sum it becomes.
         correct: exactly right; the run's accuracy counts these.
         parts: components of the reward by name; metrics show their means.
-        turn_rewards: of each turn, in order; empty: there is one reward.
+        turn_rewards: of each turn, in order; empty: there is one reward. Not for functions.
     """
 
     reward: float
@@ -91,6 +91,8 @@ def as_score(value: object, *, what: str, response: str, num_turns: int | None =
     `num_turns`, the number may be as many in a list. Otherwise, or if float32 cannot hold a number, this raises
     UserCodeFailed. `what` begins messages.
     """
+    if isinstance(value, Score) and tuple(value.turn_rewards):
+        raise UserCodeFailed(f"{what} returned a Score with turn_rewards; give the rewards of turns as its reward")
     try:
         numbers, correct, parts = _given(value, in_turns=num_turns is not None)
     except Exception as error:  # boundary to user objects: arrays, tensors, anything
@@ -159,11 +161,11 @@ def as_number(value: object) -> float:
 
 
 def as_numbers(value: object) -> float | list[float]:
-    """Return a number as `as_number` does, or several, at least one, of any sequence; raises anything otherwise."""
+    """Return a number as `as_number` does, or several, at least one, in an order; raises anything otherwise."""
     try:
         return as_number(value)
     except Exception:
-        if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
+        if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not isinstance(value, Iterable):
             raise
         numbers = [as_number(each) for each in value]
         if not numbers:

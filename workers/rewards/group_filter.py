@@ -11,6 +11,7 @@ runs in a child process. Torch-free.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 
 from asyncflow.errors import UserCodeFailed
@@ -62,7 +63,8 @@ class GroupFilter:
 
     def _keeps_group(self, rewards: Sequence[float]) -> bool:
         if self._pool is None:
-            return len(rewards) == 1 or min(rewards) < max(rewards)
+            trained = array("f", rewards)  # as advantages see them: sums of turns' rewards differ in their last digits
+            return len(rewards) == 1 or min(trained) < max(trained)
         on = f"rewards {rewards}"
         kept = self._pool.call_and_wait(list(rewards), on=on)
         if not isinstance(kept, bool):

@@ -245,8 +245,8 @@ def means_of_turns(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def turn_rewards_column(rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]) -> Column:
-    """Return the column `turn_rewards`, float32 [number of turns] each: with one reward, it is the last turn's; NaN
-    where scoring failed. A rollout that drew nothing has one turn."""
+    """Return the column `turn_rewards`, float64 [number of turns] each, since it is summed: with one reward, it is the
+    last turn's; NaN where scoring failed. A rollout that drew nothing has one turn."""
     rows = []
     for rollout, score in zip(rollouts, scores, strict=True):
         number = max(1, rollout.num_trained_turns)
@@ -255,7 +255,7 @@ def turn_rewards_column(rollouts: Sequence[FinishedRollout], scores: Sequence[Sc
         else:
             turns = score.turn_rewards or [*[0.0] * (number - 1), score.reward]
         assert len(turns) == number, f"{len(turns)} rewards for {number} turns"
-        rows.append(torch.tensor(turns, dtype=torch.float32))
+        rows.append(torch.tensor(turns, dtype=torch.float64))
     return Column.of_rows(rows)
 
 
@@ -334,7 +334,7 @@ def _changed(scores: Sequence[ScoredResponse], seen: Sequence[int], given: list[
     """Return the scores with the rewards given to those at `seen`, or the reason why there are none."""
     changed = list(scores)
     for k, reward in zip(seen, [nan] * len(seen) if isinstance(given, str) else given, strict=True):
-        changed[k] = replace(scores[k], reward=reward)
+        changed[k] = replace(scores[k], reward=reward, turn_rewards=())
         if isinstance(given, str):
             changed[k] = replace(changed[k], correct=False, failure=given)
     return changed

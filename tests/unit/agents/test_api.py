@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,16 @@ def test_one_reward_for_a_rollout_or_one_for_each_reply() -> None:
     assert (plain.reward, plain.turn_rewards) == (0.5, None)
     agent = attempt_done(1, [], *reward_of({"reward": [0, 1.5], "tests": 3}))
     assert (agent.reward, agent.turn_rewards, agent.metrics) == (None, {0: 0.0, 1: 1.5}, {"tests": 3.0})
+
+
+def test_the_replies_of_a_sample_are_different_ones_of_one_rollout() -> None:
+    async def never(request: ChatRequest) -> Reply:
+        raise AssertionError
+
+    first, others = reply_of(0), replace(reply_of(1), attempt_id=2)
+    for replies in ([], [first, first], [others, first]):
+        with pytest.raises(UserCodeFailed, match="several different ones of one rollout"):
+            Model(never).sample(replies, reward=[1.0] * len(replies))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from asyncflow.errors import UserCodeFailed
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
+from workers.agents import Model, Sample
 from workers.agents.attempt import Attempt, BudgetIsSpent
 from workers.agents.rendering import TOOL, TemplateRenderer
 from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.service import Service
 from workers.agents.turns import ChatRequest, Message
 from workers.agents.wire import AttemptDone, Begin, Drawn, Setup
+from workers.agents.worker import _done
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]
@@ -137,6 +140,25 @@ def test_as_many_rewards_as_trained_turns_or_none(given: dict[int, float], words
     asyncio.run(asked_thrice(attempt))
     with pytest.raises(UserCodeFailed, match=words):
         attempt.result(AttemptDone(1, [], None, {}, turn_rewards=given), spent=False)
+
+
+def test_a_chat_goes_on_with_its_own_reply_if_others_said_the_same() -> None:
+    """Best of two forks: the other one's reply must not be trained in its place, without a reward."""
+    attempt = attempt_of()
+    model = Model(partial(attempt.complete_turn, draw=draw_yes))
+
+    async def play() -> Sample:
+        chats = [model.chat([*ASKED]) for _ in range(3)]
+        for chat in chats:
+            await chat.reply()
+        chats[2].add(*MORE)
+        await chats[2].reply()
+        return chats[2].sample(reward=[0.25, 1.0])
+
+    sample = asyncio.run(play())
+    assert (sample.earlier, sample.node) == ((2,), 3)
+    finished = attempt.result(_done(attempt.number, sample, {}), spent=False)
+    assert finished.turn_rewards == [0.25, 1.0] and len(finished.samples) == 1
 
 
 async def asked_thrice(attempt: Attempt) -> list[int]:

@@ -72,7 +72,7 @@ def rows_of(rollouts: Sequence[Rollout]) -> PackedBatch:
         "sample_lengths": Column.of_rows([row.int() for row in lengths]),
         "response_mask": Column.of_rows([mask.to(torch.uint8) for mask in masks]),
         "turn_ids": Column.of_rows(tokens),
-        "turn_rewards": Column.of_rows([torch.tensor(one.rewards) for one in rollouts]),
+        "turn_rewards": Column.of_rows([torch.tensor(one.rewards, dtype=torch.float64) for one in rollouts]),
         "rewards": Column.of_scalars(rewards),
         "correct": Column.of_scalars(rewards >= 1),
         "truncated": Column.of_scalars(torch.zeros(len(rollouts), dtype=torch.bool)),
@@ -343,6 +343,15 @@ def test_outcomes_alone_of_equally_many_turns_are_grpos_to_the_bit() -> None:
     rollouts = [Rollout([[(0, 2), (1, 1)]], [0.0, reward]) for reward in (0.1, 0.7, 0.2)]
     ours, theirs = found(make(name="grpo", credit="turn"), rollouts), found(make(name="grpo"), rollouts)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0, 1000.0])
+def test_equal_sums_of_different_rewards_teach_nothing(scale: float) -> None:
+    """In standard deviations, nothing but their rounding would be left."""
+    turns = [[(0, 1), (1, 1)]]
+    rollouts = [Rollout(turns, [scale * a, scale * (0.999 - a)]) for a in (0.333, 0.999, 0.111)]
+    got = found(make(name="grpo", credit="turn"), rollouts)
+    assert [got[k, 0, 0] for k in range(3)] == [0.0] * 3 and got[1, 1, 0] < 0 < got[2, 1, 0]
 
 
 def test_samples_of_a_row_get_the_advantages_of_their_own_turns() -> None:

@@ -401,3 +401,10 @@ def test_a_scorer_of_texts_alone_gives_one_number() -> None:
         score_of([1.0])
     with pytest.raises(UserCodeFailed, match="a reward must be a number that float32 holds"):
         as_score([1.0, float("nan")], what="m:f", response="x", num_turns=2)
+
+
+def test_rewards_of_turns_have_an_order_and_one_place() -> None:
+    with pytest.raises(UserCodeFailed, match="instead of a number"):
+        as_score({0.5, 1.0}, what="m:f", response="x", num_turns=2)
+    with pytest.raises(UserCodeFailed, match="returned a Score with turn_rewards; give the rewards of turns as its re"):
+        as_score(Score(0.5, False, {}, [0.25, 0.25]), what="m:f", response="x", num_turns=2)
