@@ -148,15 +148,18 @@ class ParallelAdapter(nn.Module):
     def _changed(self, output: Tensor, inner: Tensor) -> Tensor:
         """Return the layer's output with the changes of all modules, each in its place."""
         groups, lora = self._fused.groups, self._owner.lora
-        inners = iter(inner.split(lora.rank, dim=-1))
-        given = output.unflatten(-1, (groups, -1)).split([outputs for _, outputs in self._fused.parts], dim=-1)
+        inners = iter(torch.split(inner, lora.rank, dim=-1))
+        given = torch.split(
+            output.reshape(*output.shape[:-1], groups, -1), [outputs for _, outputs in self._fused.parts], dim=-1
+        )
         parts = []
         for own, (module, outputs) in zip(given, self._fused.parts, strict=True):
             pair = self.pairs.get(module)
             if pair is None:
                 parts.append(own)
                 continue
-            change = linear(next(inners), pair.lora_B.to(output.dtype)).unflatten(-1, (groups, outputs))
+            change = linear(next(inners), pair.lora_B.to(output.dtype))
+            change = change.reshape(*change.shape[:-1], groups, outputs)
             parts.append(torch.add(own, change, alpha=lora.scaling))
         return parts[0].flatten(-2) if len(parts) == 1 else torch.cat(parts, dim=-1).flatten(-2)
 

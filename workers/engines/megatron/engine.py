@@ -447,7 +447,7 @@ class MegatronEngine(OffloadedState):
         self._parts = build_megatron(self._model, actor, layout, context, device, self._adapter)
         self._state = MegatronState(self._parts)
         self._stage = MegatronStage(self._parts, actor, temperature=temperature, device=device)
-        self._updates = Updates(actor)
+        self._updates, self._has_gradients = Updates(actor), False
         self._copies: list[MegatronCopy] = []
         _check_stored(self._parts, weights)
         if self._adapter is None:
