@@ -662,14 +662,16 @@ def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[s
 
 def _located(section: Any, name: str, source: Path, options: Mapping[str, str], *, used: bool) -> Any:
     """Return a section whose `path`, if any, is absolute; a path from an option starts at the working directory. What
-    nothing uses stays as it is written if it is not here."""
+    nothing uses is not fetched; in a file it stays as it is written if it is not here."""
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
-    if not used:
+    if not used and not given:
         found = next((one for one in _places(section.path, f"{name}.path", source, given=given) if one.exists()), None)
         return section if found is None else section.model_copy(update={"path": str(found)})
     path = _absolute(section.path, f"{name}.path", source, given=given)
+    if not used:
+        return section if path is None else section.model_copy(update={"path": str(path)})
     return (located_data if isinstance(section, HubPart) else located_model)(section, path, key=name)
 
 

@@ -128,6 +128,7 @@ def test_directories_become_files_of_rows(
 def test_held_out_sets_are_fetched_when_something_evaluates(
     cache: Path, write_config: WriteConfig, data_file: Path
 ) -> None:
+    pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
     sets = {"aime": {"path": "nobody/aime", "split": "train"}, "gsm8k": {"path": "gsm8k/absent.jsonl"}}
     source = write_config(evaluate={"sets": sets}, data={"path": "nobody/none"})
     asked = load_config(source, overrides=[f"data.path={data_file}"]).evaluate.sets
