@@ -293,8 +293,12 @@ def test_prompt_log_probs_are_those_of_the_weights_that_it_computes_with(model_l
         for found in found_CA:
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=model_lab.adapter.tolerance)
         responses = model_lab.drain()
+    for request, response in zip(requests, responses, strict=True):
+        expected = model_lab.references[0].log_probs(request.prompt_P, response.response_R)
+        found = response.log_probs_R.double()
+        torch.testing.assert_close(found, expected, rtol=0, atol=model_lab.adapter.tolerance)
     if model_lab.adapter.draws_ignore_batch:
-        assert all(one.response_R.equal(other.response_R) for one, other in zip(alone, responses, strict=True))
+        assert [one.response_R.tolist() for one in responses] == [one.response_R.tolist() for one in alone]
 
 
 def test_checksums_are_those_of_the_weights_that_it_computes_with(lab: Lab) -> None:

