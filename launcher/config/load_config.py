@@ -666,26 +666,29 @@ def _located(section: Any, name: str, source: Path, options: Mapping[str, str], 
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
-    if not used and not given:
-        found = next((one for one in _places(section.path, f"{name}.path", source, given=given) if one.exists()), None)
-        return section if found is None else section.model_copy(update={"path": str(found)})
-    path = _absolute(section.path, f"{name}.path", source, given=given)
-    if not used:
-        return section if path is None else section.model_copy(update={"path": str(path)})
-    return (located_data if isinstance(section, HubPart) else located_model)(section, path, key=name)
+    if used or given:
+        path = _absolute(section.path, f"{name}.path", source, given=given)
+    else:
+        path = _existing(_places(section.path, f"{name}.path", source, given=given))
+    if used:
+        return (located_data if isinstance(section, HubPart) else located_model)(section, path, key=name)
+    return section if path is None else section.model_copy(update={"path": str(path)})
 
 
 def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None:
     """Return the first place that exists; None: it may be a name on the Hub."""
     candidates = _places(text, name, source, given=given)
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
+    if (found := _existing(candidates)) is not None:
+        return found
     where = " and at ".join(str(candidate) for candidate in candidates)
     hint = "" if given else _where_from(source)
     if not hint and (is_hub_name(text) or snapshot_of(text)):
         return None
     raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")
+
+
+def _existing(candidates: Iterable[Path]) -> Path | None:
+    return next((each for each in candidates if each.exists()), None)
 
 
 def _places(text: str, name: str, source: Path, *, given: bool) -> list[Path]:

@@ -291,11 +291,16 @@ class TurnCreditConfig(PolicyConfig):
 
     @model_validator(mode="after")
     def _gamma_is_read(self) -> Self:
-        if self.gamma != 1 and not self.credits_turns:
+        if self.gamma != 1 and not self.discounts:
             raise ValueError(
                 f"gamma {self.gamma:g} discounts later turns, with credit turn; set that, or leave gamma out"
             )
         return self
+
+    @property
+    def discounts(self) -> bool:
+        """Whether `gamma` acts."""
+        return self.credits_turns
 
     @property
     def credits_turns(self) -> bool:
@@ -653,9 +658,9 @@ class PPOConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):
     """Factor on the critic's loss. The critic has its own optimizer, so this only changes how soon `critic.grad_clip`
     acts."""
 
-    @model_validator(mode="after")
-    def _gamma_is_read(self) -> Self:
-        return self  # by GAE, always
+    @property
+    def discounts(self) -> bool:
+        return True  # GAE does, always
 
     @property
     def in_turn_order(self) -> bool:

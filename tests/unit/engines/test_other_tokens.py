@@ -263,7 +263,7 @@ def test_a_kept_mask_travels_from_the_engine_to_the_trainer(model_dir: Path) -> 
         (("rollout.function=own:rollout",), "rollout.function has calls of its own"),
     ],
 )
-def test_masks_that_nobody_can_give_are_refused_at_loading(settings: tuple[str, ...], complaint: str) -> None:
+def test_masks_that_no_engine_reports_are_refused_at_loading(settings: tuple[str, ...], complaint: str) -> None:
     given = ("rollout.keep_sampling_mask=true", "rollout.top_p=0.9", *settings)
     with pytest.raises(ConfigError, match=complaint):
         load_config(find_recipe("quickstart"), overrides=given)

@@ -41,7 +41,7 @@ def test_first_failure_kills_the_other_parts_and_is_the_reason() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_signal_that_nobody_here_sent_comes_before_what_it_led_to(number: signal.Signals) -> None:
+def test_signal_that_the_launcher_did_not_send_comes_before_what_it_led_to(number: signal.Signals) -> None:
     parts = GangParts(ACTOR)
     lost_peer = GangExited("actor", 1, "RuntimeError: connection reset", rank=0, at=5.0)
     assert parts.part_exited(0, lost_peer) == [KillPart(1), KillPart(2)]
