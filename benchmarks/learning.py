@@ -220,13 +220,13 @@ def pass_at_k(seeds: int, steps: int) -> dict[str, float]:
 def eval_pause(seeds: int, steps: int) -> dict[str, float]:
     """Run the quickstart beside an evaluation that outlasts it, and in turns with a shorter one."""
     steps = min(steps, EVALUATED_STEPS)
-    own = ("evaluate.temperature=1.0", f"evaluate.interval={steps}", "evaluate.timeout_s=1.0", *LITTLE_KEPT)
+    own = ("evaluate.temperature=1.0", "evaluate.timeout_s=1.0", *LITTLE_KEPT)
     with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
-        # 20 prompts: eight times what the steps draw.
-        apart = ("evaluate.n_samples_per_prompt=6000", *own)
+        # 20 prompts: eight times what the steps draw. Every version, since some may pass while it starts.
+        apart = ("evaluate.n_samples_per_prompt=6000", "evaluate.interval=1", *own)
         ran = run_recipe("quickstart", Path(temporary) / "apart", apart, steps=steps, roles=APART)
         waited, meanwhile = _rows_around_evaluation(ran)
-        shared = ("evaluate.n_samples_per_prompt=100", "schedule.mode=sync", "schedule.max_staleness=0", *own)
+        shared = ("evaluate.n_samples_per_prompt=100", f"evaluate.interval={steps}", "schedule.mode=sync", "schedule.max_staleness=0", *own)
         ran = run_recipe("quickstart", Path(temporary) / "shared", shared, steps=steps, roles=IN_TURNS)
         in_turns, _ = _rows_around_evaluation(ran)
     return {"eval_pause": waited, "eval_pause_rows": meanwhile, "eval_pause_in_turns": in_turns}
@@ -237,7 +237,7 @@ APART, IN_TURNS = "rollout:1,actor:1,ref:1,evaluate:1", "rollout+actor+evaluate:
 
 
 def _rows_around_evaluation(ran: RecipeRun) -> tuple[int, int]:
-    """Return how many trained rows were generated after the evaluation of step 0, and how many while it went on.
+    """Return how many trained rows were generated after the first evaluation, and how many while it went on.
 
     A step counts as after it if an instance that generated for the step did so beyond the evaluation's end.
     """
@@ -246,7 +246,7 @@ def _rows_around_evaluation(ran: RecipeRun) -> tuple[int, int]:
 
     spans = RunTimeline.read(ran.directory).spans
     own = spans.get("evaluate-0-0", ())
-    evaluation = next((span for span in own if span.name == "evaluate" and span.attributes["step"] == 0), None)
+    evaluation = next((span for span in own if span.name == "evaluate"), None)
     if evaluation is None:
         raise SystemExit(
             "eval_pause: the evaluation did not begin before the training was over; the machine is too busy"
