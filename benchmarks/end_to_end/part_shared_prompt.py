@@ -13,6 +13,8 @@ The model has SmolLM2-135M's widths and random weights, see `training_case.py`; 
 """
 
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -75,6 +77,7 @@ def seconds_of_ways(
     *,
     seed: int = 1,
     packed: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Return the median seconds of forward and backward: `per_sample`, `packed`, `shared`.
 
@@ -84,6 +87,7 @@ def seconds_of_ways(
         rounds: that count; one more comes first.
         seed: of the tokens.
         packed: whether to take that way, too: one micro-batch, in which each response has its own copy of the prompt.
+        clock: returns seconds.
     """
     prompt, response, count = shape
     chance = torch.Generator().manual_seed(seed)
@@ -100,4 +104,4 @@ def seconds_of_ways(
         engine.zero_grad()
 
     ways = {"per_sample": per_sample, "shared": lambda: together(shared)}
-    return median_seconds(ways | ({"packed": lambda: together(alone)} if packed else {}), rounds)
+    return median_seconds(ways | ({"packed": lambda: together(alone)} if packed else {}), rounds, clock)

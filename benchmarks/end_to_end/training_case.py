@@ -23,14 +23,14 @@ from workers.settings.engines import ActorConfig
 VOCABULARY, LAYERS = 49152, 6
 
 
-def save_model(directory: Path) -> Path:
+def save_model(directory: Path, layers: int = LAYERS) -> Path:
     """Write the model once; returns its directory."""
-    path = directory / "training-model"
+    path = directory / f"training-model-{layers}"
     if not path.exists():
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_attention_heads=9,
-            num_hidden_layers=LAYERS, num_key_value_heads=3, tie_word_embeddings=True,
+            num_hidden_layers=layers, num_key_value_heads=3, tie_word_embeddings=True,
             max_position_embeddings=8192,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(path)
@@ -56,13 +56,15 @@ def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:
     return -log_probs_A.sum()
 
 
-def median_seconds(ways: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def median_seconds(
+    ways: Mapping[str, Callable[[], None]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Run all ways in turn, after one turn that does not count; returns each one's median (s)."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            began = time.perf_counter()
+            began = clock()
             way()
             if number:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(clock() - began)
     return {name: median(values) for name, values in times.items()}
