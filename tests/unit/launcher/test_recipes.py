@@ -77,6 +77,7 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_evaluations_with_data_that_recipes_do_not_ship_are_accepted(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
