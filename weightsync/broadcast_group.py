@@ -68,6 +68,10 @@ class BucketLayout:
         # Length of a buffer that holds the bucket.
         self.num_words = self._content_words + _TRAILER_WORDS
 
+    @property
+    def num_bytes(self) -> int:
+        return _WORD_BYTES * self.num_words
+
     def view_pieces(self, words: Tensor) -> list[Tensor]:
         """Return the pieces in a buffer, int64 [num_words]: views in the shapes of their boxes."""
         content = words.view(torch.uint8)
