@@ -50,6 +50,7 @@ from weightsync.version import Version
 
 _WORD_BYTES = 8
 _TRAILER_WORDS = 4
+TRAILER_BYTES = _TRAILER_WORDS * _WORD_BYTES
 
 
 class BucketLayout:

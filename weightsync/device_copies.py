@@ -30,10 +30,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncflow.device import ExportedMemory, OpenedMemory, free_cached_memory, side_stream, use_device
+from asyncflow.device import (
+    ExportedMemory,
+    OpenedMemory,
+    free_cached_memory,
+    side_stream,
+    use_device,
+    wait_for_device,
+)
 from asyncflow.errors import DeviceMemoryError, WeightSyncError, size_text
 from asyncflow.timeline import Spans
-from weightsync.broadcast_group import BucketLayout, bucket_layouts
+from weightsync.broadcast_group import TRAILER_BYTES, BucketLayout, bucket_layouts
 from weightsync.messages import DeviceCopy
 from weightsync.plan import Bucket, Piece
 from weightsync.slot_memory import Region, RegionLayout
@@ -64,9 +71,14 @@ class DeviceCopyWriter:
     """
 
     def __init__(self, layout: RegionLayout, rank: int, device: torch.device) -> None:
-        self._starts, self.num_bytes = bucket_starts(layout, rank)
-        self._memory = ExportedMemory(self.num_bytes, device)
+        self._starts, num_bytes = bucket_starts(layout, rank)
+        self._memory = ExportedMemory(num_bytes, device)
         self.device_copy = DeviceCopy(rank, self._memory.handle)
+        # No bucket has this trailer. New memory, all zeros, would pass for bucket 0 of the first version.
+        unwritten = torch.full((TRAILER_BYTES // 8,), -1, dtype=torch.int64, device=device)
+        for index, start in self._starts.items():
+            self._memory.write(start + bucket_layouts(layout)[index].num_bytes - TRAILER_BYTES, unwritten)
+        wait_for_device(device)
 
     def write(self, bucket: BucketLayout, words: Tensor, version: Version) -> None:
         """Finish a packed bucket, int64 [num_words], with its trailer, and copy it; issues work in the current stream.

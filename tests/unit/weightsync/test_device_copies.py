@@ -230,6 +230,13 @@ def test_a_version_that_was_overwritten_comes_from_shared_memory(lab: Lab) -> No
     assert tensors.bytes_on_device == sum(lab.plan.buckets[index].num_bytes for index in lab.buckets_of(1))
 
 
+def test_memory_that_nothing_was_written_to_is_not_taken_for_the_first_version(lab: Lab) -> None:
+    first = Version(0, 0)
+    lab.fill(first)
+    found, tensors = load(lab.hand_over(reader_of(), first))
+    assert same(found, first) and tensors.bytes_on_device == 0
+
+
 def test_a_version_that_is_overwritten_while_it_is_read_is_not_mixed(lab: Lab) -> None:
     lab.publish(V1)
     lab.fill(V1)
