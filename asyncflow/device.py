@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
-from asyncflow.errors import ConfigError
-from asyncflow.vendors import CPU, vendor_of, vendors
+from asyncflow.errors import ConfigError, DeviceMemoryError
+from asyncflow.vendors import CPU, DeviceIpc, vendor_of, vendors
 
 _GROWING = "expandable_segments:True"
 # Page-locked buffers that staged copies use in turn.
@@ -417,3 +417,51 @@ def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -
             release()
 
     return unpin
+
+
+class ExportedMemory:
+    """Device memory that other processes of this host can open, beside that of PyTorch's allocator. It stays until this
+    process ends: another one may have it open, and then freeing it is undefined.
+
+    Raises DeviceMemoryError if there is no room for it, or the vendor's runtime cannot share memory; none is kept.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._ipc = _device_ipc(device)
+        with on_device(device):
+            self._address = self._ipc.allocate(num_bytes)
+            try:
+                # Plain bytes, for `OpenedMemory`.
+                self.handle = self._ipc.export(self._address, num_bytes)
+            except DeviceMemoryError:
+                self._ipc.free(self._address)
+                raise
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Issue a copy of a contiguous tensor on the device to a place (bytes), in the current stream."""
+        self._ipc.copy(self._address + start, source.data_ptr(), source.nbytes)
+
+
+class OpenedMemory:
+    """What another process of this host exported from `device`, or from one that `device` can reach. Used by one
+    thread, whose current device is `device`. Raises DeviceMemoryError if it cannot be opened."""
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        self._handle = handle
+        self._ipc = _device_ipc(device)
+        self._address = self._ipc.open(handle)
+
+    def read(self, start: int, target: Tensor) -> None:
+        """Issue a copy from a place (bytes) to a contiguous tensor on the device, in the current stream."""
+        self._ipc.copy(target.data_ptr(), self._address + start, target.nbytes)
+
+    def close(self) -> None:
+        """Close it; the device has read what it was to read."""
+        self._ipc.close(self._handle, self._address)
+
+
+def _device_ipc(device: torch.device) -> DeviceIpc:
+    ipc = vendor_of(device.type).ipc()
+    if ipc is None:
+        raise DeviceMemoryError(f"the runtime of {device.type} shares no memory between processes")
+    return ipc

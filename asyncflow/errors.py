@@ -72,6 +72,10 @@ class WeightsLate(WeightSyncError):
     deadline = True
 
 
+class DeviceMemoryError(WeightSyncError):
+    """A vendor's runtime refused to allocate, export, open or copy device memory. Names its call and its code."""
+
+
 class PlanError(WeightSyncError):
     """Trainer and receivers disagree on parameters: one exists on one side only, or shapes differ."""
 

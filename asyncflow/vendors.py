@@ -33,6 +33,12 @@
 # PYTORCH_NPU_ALLOC_CONF by itself (`platform.py`).
 #
 # No group of several such devices has run: tests use a backend that behaves in the same way (`tests/device`).
+#
+# Memory that another process opens (`DeviceIpc`) is asked of the runtimes themselves, not of PyTorch. What PyTorch's
+# allocator has may lie in growing segments or in vLLM's pool, which cannot be exported as one handle, and its own
+# `_share_cuda_` and `_share_npu_` count a single reader for each handle. CUDA opens a handle also if it is of a device
+# that the process does not see, as vLLM's workers see their own alone (CUDA Runtime API, `cudaIpcOpenMemHandle`); how
+# CANN's keys do there was not tried. CANN exports whole pages alone (`aclrtIpcMemGetExportKey`).
 
 import ctypes
 import importlib.metadata
@@ -45,9 +51,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, DeviceMemoryError
 from asyncflow.process import variables_set
 
 if TYPE_CHECKING:
@@ -57,10 +63,41 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "asyncflow.vendors"
 _CUDA_HOST_REGISTER_READ_ONLY = 8
+_CUDA_IPC_LAZY_PEER_ACCESS = 1
+_CUDA_MEMCPY_DEFAULT = 4
+_CUDA_HANDLE_BYTES = 64
 _ACL_HOST_REG_PINNED = 0x10000000
+_ACL_MALLOC_HUGE_FIRST = 0
+_ACL_IPC_ANY_PID, _ACL_IPC_PEER_ACCESS = 1, 1
+_ACL_MEMCPY_DEVICE_TO_DEVICE = 3
+_ACL_KEY_BYTES = 65
+_ACL_PAGE_BYTES = 2 * 2**20
 # Collectives of a group that run at the same time: small ones then fill each other's gaps on their way through the
 # ranks.
 _GLOO_THREADS = 4
+
+
+class DeviceIpc(Protocol):
+    """How processes of one host share device memory. Addresses are those of the calling process; every call is for the
+    thread's current device, and raises DeviceMemoryError if the runtime refuses it."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of memory that can be exported, and that no allocator of PyTorch knows."""
+
+    def free(self, address: int) -> None:
+        """Free what `allocate` returned; undefined while another process has it open."""
+
+    def export(self, address: int, num_bytes: int) -> bytes:
+        """Return the handle of what `allocate` returned; any process of the host may open it, any number of times."""
+
+    def open(self, handle: bytes) -> int:
+        """Return the address of another process's memory, on this device or one that this device can reach."""
+
+    def close(self, handle: bytes, address: int) -> None:
+        """Unmap what `open` returned; nothing reads it any more."""
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Issue a copy between device addresses in the current stream."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +115,7 @@ class Vendor:
     allocator: tuple[str, ...] = ()
     # Environment variables of every process that uses it, where the user set none.
     environment: Mapping[str, str] = field(default_factory=dict)
+    has_ipc: bool = False  # whether processes share memory of its devices (`ipc`)
     has_request_seeds: bool = True  # whether vLLM's sampler draws as fast with a seed for each request
     has_adapters_over_ranks: bool = True  # whether vLLM instances of several ranks take adapters (`lora`)
 
@@ -115,6 +153,10 @@ class Vendor:
 
     def pin(self, address: int, num_bytes: int, *, writable: bool) -> Callable[[], object] | None:
         """Page-lock host memory for the current device; return what releases it, or None if it is not locked."""
+        return None
+
+    def ipc(self) -> DeviceIpc | None:
+        """Return how processes share memory of its devices; None: the installed runtime cannot."""
         return None
 
     def determinism(self) -> dict[str, str]:
@@ -166,6 +208,11 @@ class _Cuda(Vendor):
             return None
         return partial(runtime.cudaHostUnregister, address)
 
+    def ipc(self) -> DeviceIpc | None:
+        # `torch.cuda.cudart()` binds none of these; the library that PyTorch has loaded does.
+        library = ctypes.CDLL(None)
+        return _CudaIpc(library) if all(hasattr(library, name) for name in _CudaIpc.CALLS) else None
+
     def determinism(self) -> dict[str, str]:
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -211,11 +258,129 @@ class _Npu(Vendor):
             return None
         return partial(acl.aclrtHostUnregister, ctypes.c_void_p(address))
 
+    def ipc(self) -> DeviceIpc | None:
+        acl = _ascendcl()
+        return _AscendIpc(acl) if acl is not None and all(hasattr(acl, name) for name in _AscendIpc.CALLS) else None
+
     def abort(self, group: "ProcessGroup") -> None:
         group.abort_hccl_comm("asyncflow: a member is gone")  # type: ignore[attr-defined]
 
     def determinism(self) -> dict[str, str]:
         return {"HCCL_DETERMINISTIC": "true"}
+
+
+class _CudaHandle(ctypes.Structure):
+    """`cudaIpcMemHandle_t`, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _CUDA_HANDLE_BYTES),)
+
+
+class _CudaIpc:
+    CALLS = (
+        "cudaMalloc", "cudaFree", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle",
+        "cudaMemcpyAsync",
+    )  # fmt: skip
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def allocate(self, num_bytes: int) -> int:
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", ctypes.c_void_p(address))
+
+    def export(self, address: int, num_bytes: int) -> bytes:
+        handle = _CudaHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        if len(handle) != _CUDA_HANDLE_BYTES:
+            raise DeviceMemoryError(f"a handle of {len(handle)} bytes is not CUDA's: those have {_CUDA_HANDLE_BYTES}")
+        address = ctypes.c_void_p()
+        self._call(
+            "cudaIpcOpenMemHandle", ctypes.byref(address), _CudaHandle.from_buffer_copy(handle),
+            ctypes.c_uint(_CUDA_IPC_LAZY_PEER_ACCESS),
+        )  # fmt: skip
+        return address.value or 0
+
+    def close(self, handle: bytes, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        import torch
+
+        self._call(
+            "cudaMemcpyAsync", ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes),
+            ctypes.c_int(_CUDA_MEMCPY_DEFAULT), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = int(getattr(self._library, name)(*arguments))
+        if error:
+            _forget_cuda_error()
+            raise DeviceMemoryError(f"{name}: CUDA error {error}")
+
+
+class _AscendIpc:
+    CALLS = (
+        "aclrtMalloc", "aclrtFree", "aclrtIpcMemGetExportKey", "aclrtIpcMemImportByKey", "aclrtIpcMemClose",
+        "aclrtMemcpyAsync",
+    )  # fmt: skip
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def allocate(self, num_bytes: int) -> int:
+        address, size = ctypes.c_void_p(), self._whole_pages(num_bytes)
+        self._call("aclrtMalloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_int(_ACL_MALLOC_HUGE_FIRST))
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        self._call("aclrtFree", ctypes.c_void_p(address))
+
+    def export(self, address: int, num_bytes: int) -> bytes:
+        key = ctypes.create_string_buffer(_ACL_KEY_BYTES)
+        self._call(
+            "aclrtIpcMemGetExportKey", ctypes.c_void_p(address), ctypes.c_size_t(self._whole_pages(num_bytes)), key,
+            ctypes.c_size_t(_ACL_KEY_BYTES), ctypes.c_uint64(_ACL_IPC_ANY_PID),
+        )  # fmt: skip
+        return key.value
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_void_p()
+        self._call(
+            "aclrtIpcMemImportByKey", ctypes.byref(address), ctypes.c_char_p(handle),
+            ctypes.c_uint64(_ACL_IPC_PEER_ACCESS),
+        )  # fmt: skip
+        return address.value or 0
+
+    def close(self, handle: bytes, address: int) -> None:
+        self._call("aclrtIpcMemClose", ctypes.c_char_p(handle))
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        import torch
+
+        npu: Any = torch.get_device_module("npu")
+        stream = npu.current_stream()
+        # torch_npu puts kernels into a queue of its own first (TASK_QUEUE_ENABLE): this call would overtake them.
+        stream.synchronize()
+        self._call(
+            "aclrtMemcpyAsync", ctypes.c_void_p(target), ctypes.c_size_t(num_bytes), ctypes.c_void_p(source),
+            ctypes.c_size_t(num_bytes), ctypes.c_int(_ACL_MEMCPY_DEVICE_TO_DEVICE), ctypes.c_void_p(stream.npu_stream),
+        )  # fmt: skip
+
+    @staticmethod
+    def _whole_pages(num_bytes: int) -> int:
+        return -(-num_bytes // _ACL_PAGE_BYTES) * _ACL_PAGE_BYTES
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = int(getattr(self._library, name)(*arguments))
+        if error:
+            raise DeviceMemoryError(f"{name}: CANN error {error}")
 
 
 CPU = _Cpu("cpu", "gloo")
@@ -236,6 +401,7 @@ _OWN = (
         has_float64=False,
         allocator=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
         environment=_ASCEND,
+        has_ipc=True,
         has_request_seeds=False,
         has_adapters_over_ranks=False,
     ),
@@ -248,6 +414,7 @@ _OWN = (
         allocator=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
         # Otherwise NCCL's monitor polls the unprefixed store; see above.
         environment={"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+        has_ipc=True,
     ),
     CPU,
 )

@@ -50,6 +50,7 @@ from weightsync.version import Version
 
 _WORD_BYTES = 8
 _TRAILER_WORDS = 4
+TRAILER_BYTES = _TRAILER_WORDS * _WORD_BYTES
 
 
 class BucketLayout:
@@ -67,6 +68,10 @@ class BucketLayout:
         self._content_words = start // _WORD_BYTES
         # Length of a buffer that holds the bucket.
         self.num_words = self._content_words + _TRAILER_WORDS
+
+    @property
+    def num_bytes(self) -> int:
+        return _WORD_BYTES * self.num_words
 
     def view_pieces(self, words: Tensor) -> list[Tensor]:
         """Return the pieces in a buffer, int64 [num_words]: views in the shapes of their boxes."""

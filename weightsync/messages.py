@@ -26,10 +26,19 @@ from weightsync.slot_memory import SlotOffer
 from weightsync.version import Version
 
 
+class DeviceCopy(msgspec.Struct, frozen=True):
+    """Memory of a trainer rank's device that holds its buckets of the version that it published last, one after the
+    other (`weightsync.device_copies`). Processes of its host that take turns with it may open it."""
+
+    rank: int
+    handle: bytes  # the vendor's
+
+
 class OpenPlan(msgspec.Struct, tag=True):
     """A trainer rank is about to publish under this plan (`TransferPlan.encode`)."""
 
     plan: bytes
+    device_copy: DeviceCopy | None = None
 
 
 class TakeSlot(msgspec.Struct, tag=True):
@@ -176,6 +185,7 @@ class Offered(msgspec.Struct, tag=True):
     live: list[bytes]  # tokens of all memories that the agent has; mappings of other memories are useless
     checksums: list[int]  # of every bucket, in order
     checksum: int  # of the whole, `version_checksum(checksums)`
+    device_copies: list[DeviceCopy] = []  # of trainer ranks on this node, which may hold other versions by now
 
 
 class Repair(msgspec.Struct, tag=True):

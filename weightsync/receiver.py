@@ -48,6 +48,7 @@ from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
 from weightsync.broadcast_group import STALL_S, BroadcastMember
+from weightsync.device_copies import DeviceReader, HandedOver, Share
 from weightsync.messages import (
     AskSwap,
     EndSwap,
@@ -98,6 +99,8 @@ class WeightReceiver:
             alone.
         lead: name of the agent that announces broadcasts.
         keeps_on_host: keep broadcast versions in host memory; otherwise on `device`.
+        on_device: the engine takes turns with the trainer on `device`, and loads while it has the turn: take what the
+            trainer's ranks keep on their devices from there (`weightsync.device_copies`).
         timeout_s: deadline of a broadcast.
     """
 
@@ -121,9 +124,11 @@ class WeightReceiver:
         together: Sequence[str] = (),
         lead: str = "",
         keeps_on_host: bool = False,
+        on_device: bool = False,
         timeout_s: float = 300.0,
         timeline: Spans | None = None,
     ) -> None:
+        assert not (on_device and adopts), "an engine that takes turns has its memory to itself"
         self._timeline = timeline or NoTimeline()
         self._adopts = adopts
         self._best_effort = best_effort
@@ -137,6 +142,7 @@ class WeightReceiver:
         self._views = EngineViews(needs, whole=whole, share=share)
         self._slots = SlotMappings(write=False, device=device)
         self._device = device
+        self._on_device = self._make_reader(name, device) if on_device else None
         memory = torch.device("cpu") if keeps_on_host else device
         self._cache = VersionCache(agent, adopts=adopts, arrived=arrived, device=memory)
         self._connection: Connection | None = None
@@ -222,6 +228,9 @@ class WeightReceiver:
         for thread in self._threads:
             thread.join(timeout_s)
 
+    def _make_reader(self, name: str, device: torch.device) -> DeviceReader:
+        return DeviceReader(name, device, timeline=self._timeline)
+
     def _load_newest(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
         return self._cache.load_newest(apply, newer_than=newer_than)
 
@@ -276,54 +285,94 @@ class WeightReceiver:
     def _take_offered(self, connection: Connection, offered: Offered) -> bool:
         """Check what the agent offers and hand it to the engine; False: it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan, connection)
-        region = slot = Region(self._slots.get(offered.slot, self._views.slot_extents(layout)), layout)
+        elsewhere = self._is_elsewhere(offered)
+        extents = self._views.slot_extents(layout, elsewhere=elsewhere)
+        region = slot = Region(self._slots.get(offered.slot, extents), layout)
         release = partial(self._tell_agent, ReleaseVersion(version), connection)
         if self._adopts:
             region = self._cache.memory(layout)
         with self._timeline.span("check weights", version=version.step):
-            checked = self._check_buckets(connection, offered, slot, region)
+            checked = self._check_buckets(connection, offered, slot, region, elsewhere)
         if self._adopts:
             # The copy is made, so the slot is free again.
             release()
             release = partial(self._cache.recycle_memory, region)
         if checked:
-            self._cache.put(
-                ReadyVersion(version, self._views.views_of_region(region), own=self._adopts, release=release)
-            )
+            on_devices = None if self._on_device is None else self._hand_over(self._on_device, offered, slot, elsewhere)
+            views = self._views.views_of_region(region)
+            self._cache.put(ReadyVersion(version, views, own=self._adopts, release=release, on_devices=on_devices))
         else:
             release()
         return checked
 
-    def _check_buckets(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
-        """Compare buckets with their checksums where the engine will read them, reporting a damaged one once.
+    def _is_elsewhere(self, offered: Offered) -> Callable[[Bucket], bool]:
+        """Return for which buckets of a version this process does not look into shared memory: a device copy is to be
+        tried first, or another rank of the engine reads them."""
+        reader, copies = self._on_device, offered.device_copies
+        if reader is None:
+            return lambda _: False
+        senders = reader.covered_senders(copies)
+        return lambda bucket: bucket.sender in senders or not reader.reads_bucket(bucket)
 
-        Returns False if `region` (the slot, or where to copy it) does not hold the version, or the receiver closes.
+    def _hand_over(
+        self, reader: DeviceReader, offered: Offered, slot: Region, elsewhere: Callable[[Bucket], bool]
+    ) -> HandedOver:
+        unchecked = {bucket.index for bucket in slot.layout.plan.buckets if elsewhere(bucket)}
+
+        def check_on_host(bucket: Bucket) -> None:
+            if bucket.index in unchecked and not self._check_bucket(self._connection, offered, slot, slot, bucket):
+                raise WeightSyncError(f"weights of {offered.version}: bucket {bucket.index} stays damaged")
+            unchecked.discard(bucket.index)
+
+        matched = self._views.matched(slot.layout)
+        return HandedOver(reader, offered.version, offered.device_copies, slot, matched, check_on_host=check_on_host)
+
+    def _check_buckets(
+        self,
+        connection: Connection,
+        offered: Offered,
+        slot: Region,
+        region: Region,
+        elsewhere: Callable[[Bucket], bool],
+    ) -> bool:
+        """Check the buckets that the engine will read in `region`: the slot, or where to copy it.
+
+        Returns False if they do not hold the version, or the receiver closes.
         """
-
-        def fits(bucket: Bucket, expected: int) -> bool:
-            if region is not slot:
-                region.copy_bucket(bucket, slot)
-            return region.bucket_checksum(bucket) == expected
-
         if version_checksum(offered.checksums) != offered.checksum:
             raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums contradict each other")
-        for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
+        for bucket in slot.layout.plan.buckets:
             if self._closing.is_set():
                 return False
-            if not self._views.reads_bucket(bucket, slot.layout) or fits(bucket, expected):
+            if not self._views.reads_bucket(bucket, slot.layout) or elsewhere(bucket):
                 continue
+            if not self._check_bucket(connection, offered, slot, region, bucket):
+                return False
+        return True
+
+    def _check_bucket(
+        self, connection: Connection | None, offered: Offered, slot: Region, region: Region, bucket: Bucket
+    ) -> bool:
+        """Compare a bucket with its checksum where the engine will read it, reporting a damaged one once."""
+
+        def fits() -> bool:
+            if region is not slot:
+                region.copy_bucket(bucket, slot)
+            return region.bucket_checksum(bucket) == offered.checksums[bucket.index]
+
+        if fits():
+            return True
+        if connection is not None:
             logger.warning("%s: bucket %d of %s is damaged; reported", self._name, bucket.index, offered.version)
             try:
                 connection.call_service(ReportCorrupt(offered.version, bucket.index), timeout_s=_CALL_TIMEOUT_S)
             except PeerRefused as error:
                 self._note_failure(WeightSyncError(str(error)))
                 return False
-            if not fits(bucket, expected):
-                self._note_failure(
-                    WeightSyncError(f"weights of {offered.version}: bucket {bucket.index} stays damaged")
-                )
-                return False
-        return True
+            if fits():
+                return True
+        self._note_failure(WeightSyncError(f"weights of {offered.version}: bucket {bucket.index} stays damaged"))
+        return False
 
     def _take_part(self, member: BroadcastMember) -> None:
         use_device(self._device)
@@ -540,9 +589,6 @@ _CAME, _CAME_BY_BROADCAST, _COMING = range(3)
 # A transfer's waits: connecting, all being ready, the transfer itself; and the engine's pause.
 _WAITS_PER_TRANSFER = 4
 
-# (tensor, rank): gives all ranks that rank's tensor, in place; collective.
-Share = Callable[[Tensor, int], object]
-
 
 class Following(msgspec.Struct, frozen=True):
     """What a rank must know to receive; plain values, none of them secret."""
@@ -556,6 +602,7 @@ class Following(msgspec.Struct, frozen=True):
     pid: int  # of the engine's user
     fd: int  # the pipe's writing end there
     needs: dict[str, Need]  # what the engine wants, by its own names
+    on_device: bool = False  # see `WeightReceiver`
 
 
 @runtime_checkable
@@ -602,6 +649,7 @@ class RanksReceiver(WeightReceiver):
         arrived: Callable[[], None],
         takes_turns: bool,
         timeout_s: float,
+        on_device: bool = False,
         timeline: Spans | None = None,
     ) -> None:
         self._engine = engine
@@ -620,7 +668,7 @@ class RanksReceiver(WeightReceiver):
             engine.follow_weights(
                 Following(
                     str(run_dir.absolute()), name, agent, lead, timeout_s, credentials.timeout_s,
-                    os.getpid(), write_end, dict(engine.weight_needs()),
+                    os.getpid(), write_end, dict(engine.weight_needs()), on_device,
                 )
             )  # fmt: skip
         finally:
@@ -776,6 +824,7 @@ class RankReceiver(WeightReceiver):
         self._names = [f"{following.name}-{each}" for each in range(num_ranks)]
         self._pause = _Pause()
         self._owners = owners(following.needs, num_ranks)
+        self._num_ranks = num_ranks
         self._held: ReadyVersion | None = None
         try:
             self._pipe = FileIO(f"/proc/{following.pid}/fd/{following.fd}", "wb")
@@ -790,7 +839,9 @@ class RankReceiver(WeightReceiver):
             member = BroadcastMember(credentials.group_store(min(following.timeout_s, STALL_S)), name, device)
         super().__init__(
             credentials, following.agent, name, following.needs,
-            device=device, share=[each for each, owner in self._owners.items() if owner == rank],
+            device=device,
+            share=None if following.on_device else [each for each, owner in self._owners.items() if owner == rank],
+            on_device=following.on_device,
             arrived=self._report_newest, member=member, together=self._names, lead=following.lead,
             timeout_s=following.timeout_s, timeline=self._last,
         )  # fmt: skip
@@ -803,6 +854,10 @@ class RankReceiver(WeightReceiver):
     def held(self, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the held version, on the rank's device; collective over the ranks."""
         assert self._held is not None, "held() before hold()"
+        if self._held.on_devices is not None:
+            with self._held.on_devices.opened(share if self._num_ranks > 1 else None) as tensors:
+                yield from tensors.items()
+            return
         views = self._held.views
         # All ranks copy their own tensors at the same time, ahead of their turns to share them.
         own = copied_ahead([view for name, view in views.items() if self._owners[name] == self._rank], self._device)
@@ -827,6 +882,9 @@ class RankReceiver(WeightReceiver):
         self._pause.close()
         super().close(timeout_s)
         self._pipe.close()
+
+    def _make_reader(self, name: str, device: torch.device) -> DeviceReader:
+        return DeviceReader(name, device, timeline=self._timeline, rank=self._rank, num_ranks=self._num_ranks)
 
     def _receive_broadcast(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
         if len(self._names) == 1:

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import CopiesDone, CopyStream, Staging
-from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
+from asyncflow.errors import DeviceMemoryError, PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
 from weightsync.broadcast_group import Broadcaster, bucket_layouts
 from weightsync.checksums import box_checksum
+from weightsync.device_copies import DeviceCopyWriter
 from weightsync.messages import (
     AwaitRepair,
     NoRepair,
@@ -161,10 +162,20 @@ class ShardCopies:
 
     run v1 -> buckets are copied one after another -> wait -> the weights change -> run v2
                               '- repeat: buckets of v1 once more, while the shards are still v1
+
+    `on_device` gets them, too, on an accelerator.
     """
 
-    def __init__(self, writer: ShardWriter, *, device: torch.device, timeline: Spans) -> None:
+    def __init__(
+        self,
+        writer: ShardWriter,
+        *,
+        device: torch.device,
+        timeline: Spans,
+        on_device: DeviceCopyWriter | None = None,
+    ) -> None:
         self._writer = writer
+        self._on_device = on_device
         self._timeline = timeline
         self._stream = CopyStream(device)
         self._on_host = device.type == "cpu"
@@ -180,7 +191,7 @@ class ShardCopies:
         with self._reading:
             self._writer.match_shards(shards)
             indices = [bucket.index for bucket in self._writer.buckets]
-            ends = self._begin_copies(target, shards, indices)
+            ends = self._begin_copies(version, target, shards, indices)
             self._ends, self._shards = ends, (version, shards)
         return dict(zip(indices, ends, strict=True))
 
@@ -196,34 +207,41 @@ class ShardCopies:
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
-            for copied in self._begin_copies(target, self._shards[1], buckets):
+            for copied in self._begin_copies(version, target, self._shards[1], buckets):
                 copied.wait()
         return True
 
     def close(self) -> None:
         self._stream.close()
 
-    def _begin_copies(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
+    def _begin_copies(
+        self, version: Version, target: Target, shards: Sequence[Shard], buckets: Sequence[int]
+    ) -> list[CopiesDone]:
         if self._on_host:
             return self._stream.start_copies([partial(self._copy_bucket, target, shards, index) for index in buckets])
-        return self._stream.start_staged_copies([self._make_staging(target, shards, index) for index in buckets])
+        return self._stream.start_staged_copies(
+            [self._make_staging(version, target, shards, index) for index in buckets]
+        )
 
     def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
         with self._timeline.span("copy weights", bucket=index):
             self._writer.write(index, target.views[index], shards)
 
-    def _make_staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
+    def _make_staging(self, version: Version, target: Target, shards: Sequence[Shard], index: int) -> Staging:
         """Cast and gather a bucket on the device; on the host, scatter its pieces into place (columns are strided)."""
         layout = bucket_layouts(self._writer.layout)[index]
 
         def pack(there: Tensor) -> None:
-            self._writer.write(index, layout.view_pieces(there.view(torch.int64)), shards)
+            words = there.view(torch.int64)
+            self._writer.write(index, layout.view_pieces(words), shards)
+            if self._on_device is not None:
+                self._on_device.write(layout, words, version)
 
         def unpack(host: Tensor) -> None:
             with self._timeline.span("copy weights", bucket=index):
                 torch._foreach_copy_(list(target.views[index]), layout.view_pieces(host.view(torch.int64)))
 
-        return Staging(8 * layout.num_words, pack, unpack)
+        return Staging(layout.num_bytes, pack, unpack)
 
 
 # What a trainer rank knows of its versions and its agent: where the next copy goes, what is delivered. Pure.
@@ -386,6 +404,9 @@ class WeightSender:
         device: where the shards are.
         timeout_s: how long a slot may take to become free.
         broadcaster: also broadcasts every version, while the trainer waits; None: no broadcasts.
+        on_device: also keep every version on the device, for generators that take turns with this rank there
+            (`weightsync.device_copies`). Then `publish` is called only while the trainer has the turn, which is given
+            away after `before_update`. Without room for it there is a warning, and shared memory.
     """
 
     def __init__(
@@ -399,6 +420,7 @@ class WeightSender:
         device: torch.device,
         timeout_s: float = 300.0,
         broadcaster: Broadcaster | None = None,
+        on_device: bool = False,
         timeline: Spans | None = None,
     ) -> None:
         self._timeline = timeline or NoTimeline()
@@ -412,7 +434,8 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
-        self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
+        self._on_device = self._make_device_copy(device) if on_device and self._buckets else None
+        self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline, on_device=self._on_device)
         # Not page-locked: data from a device passes through the page-locked buffers of
         # `CopyStream.start_staged_copies`.
         self._slots = SlotMappings(write=True, device=_HOST)
@@ -510,6 +533,16 @@ class WeightSender:
         if self._broadcaster is not None:
             self._broadcaster.close()
 
+    def _make_device_copy(self, device: torch.device) -> DeviceCopyWriter | None:
+        try:
+            return DeviceCopyWriter(self._writer.layout, self._rank, device)
+        except DeviceMemoryError as error:
+            logger.warning(
+                "%s: no copy of the weights is kept on the device (%s): generators take them from shared memory",
+                self._name, error,
+            )  # fmt: skip
+            return None
+
     def _memory_for(self, version: Version, timeout_s: float, stop: threading.Event | None) -> Staged | None:
         """Return where to copy a version; None: the agent has it already."""
         deadline = time.monotonic() + timeout_s
@@ -556,7 +589,8 @@ class WeightSender:
             self._slots.clear()
 
     def _handle_events(self, connection: Connection) -> None:
-        connection.call_service(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
+        device_copy = None if self._on_device is None else self._on_device.device_copy
+        connection.call_service(OpenPlan(self._plan.encode(), device_copy), timeout_s=self._timeout_s)
         with self._changing_state() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
             self._events = events  # holds no event of an earlier channel

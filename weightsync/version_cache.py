@@ -8,7 +8,7 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncflow.errors import EngineFailed, PlanError, TransportError, WeightsLate
 from asyncflow.transport.server import Connection
+from weightsync.device_copies import HandedOver
 from weightsync.messages import fetch_plan
 from weightsync.plan import Box, Bucket, Need, Piece, buckets_of, match_needs
 from weightsync.slot_memory import Region, RegionLayout, private_memory
@@ -35,6 +36,11 @@ class ReadyVersion:
     views: Mapping[str, Tensor]  # by the engine's names
     own: bool  # in memory of the cache; otherwise in the agent's
     release: Callable[[], None]  # called once, when the version is not used any more
+    on_devices: HandedOver | None = None  # the same, where it may be read on devices; then `views` were not checked
+
+    def opened(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Provide the tensors for one load."""
+        return nullcontext(self.views) if self.on_devices is None else self.on_devices.opened()
 
 
 class VersionCache:
@@ -105,7 +111,8 @@ class VersionCache:
         ready = self.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
             return None
-        apply(ready.views)
+        with ready.opened() as tensors:
+            apply(tensors)
         self.let_go(ready)
         return ready.version
 
@@ -299,11 +306,17 @@ class EngineViews:
         """Return what this process needs of a version; None: all of it."""
         return self._known[layout.plan.digest()].pieces
 
-    def slot_extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
-        """Return the byte ranges (start, stop) of a slot that this process reads."""
-        return tuple(
-            layout.bucket_extents(bucket for bucket in layout.plan.buckets if self.reads_bucket(bucket, layout))
-        )
+    def slot_extents(
+        self, layout: RegionLayout, *, elsewhere: Callable[[Bucket], bool] = lambda _: False
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the byte ranges (start, stop) of a slot that this process reads; `elsewhere`: buckets that it does not
+        read there."""
+        read = (each for each in layout.plan.buckets if self.reads_bucket(each, layout) and not elsewhere(each))
+        return tuple(layout.bucket_extents(read))
+
+    def matched(self, layout: RegionLayout) -> Mapping[str, Piece]:
+        """Return where what the engine wants is, by its own names; see `match_needs`."""
+        return self._known[layout.plan.digest()].matched
 
     def reads_bucket(self, bucket: Bucket, layout: RegionLayout) -> bool:
         return bucket.index in self._known[layout.plan.digest()].buckets

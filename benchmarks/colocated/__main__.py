@@ -6,6 +6,7 @@
     separate   colocated_vs_separate_max_abs    the parameters of a colocated run minus those of a separated one
     turns      turn_overhead                    time that passing the turn takes, without copies, as a share of a step
     kills      kills skipped twice              kill -9 of the role that has the devices, and of the sleeper
+    handover   handover_bus_x    bytes that a load takes from host memory where devices share theirs, by those elsewhere
     memory     colocated_resident_x swap_vs_memcpy vllm_order_refusals     what sleeping engines keep, and how fast
     ideal      colocated_of_ideal separated_of_ideal separated_x           `sim` engines against what is possible
 
@@ -27,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `
 from benchmarks import need, say_when
 from benchmarks.json_option import add_json_option, report
 
-PARTS = ("separate", "turns", "kills", "memory", "ideal")
+PARTS = ("separate", "turns", "kills", "handover", "memory", "ideal")
 AT_MOST = {
     "colocated_vs_separate_max_abs": 0, "turn_overhead": 0.03, "skipped": 0, "twice": 0, "colocated_resident_x": 0.05,
-    "swap_vs_memcpy": 1.3,
+    "swap_vs_memcpy": 1.3, "handover_bus_x": 0,
 }  # fmt: skip
 AT_LEAST = {"kills": 10, "colocated_of_ideal": 0.95, "separated_of_ideal": 0.95}
-MUST_BE_ZERO = ("colocated_vs_separate_max_abs", "skipped", "twice")
+MUST_BE_ZERO = ("colocated_vs_separate_max_abs", "skipped", "twice", "handover_bus_x")
 
 
 def measure(names: list[str], **options: Any) -> tuple[dict[str, float], list[str]]:

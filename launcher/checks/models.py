@@ -49,8 +49,9 @@ class Models:
     notes: tuple[str, ...]
 
 
-def check_models(config: RunConfig) -> Models:
-    """Check the directories of all models of a run, and that each can be computed, divided and held as configured."""
+def check_models(config: RunConfig, *, has_ipc: bool = False) -> Models:
+    """Check the directories of all models of a run, and that each can be computed, divided and held as configured.
+    `has_ipc`: see `memory_of_roles`."""
     path = Path(config.model.path)
     check_model_dir(path)
     if config.actor.engine != "sim":
@@ -78,7 +79,7 @@ def check_models(config: RunConfig) -> Models:
         num_parameters,
         trained,
         0 if reward is None else count_parameters(Path(reward.path)),
-        device_memory(config, sizes, config.launcher.device_memory_gb, trained),
+        device_memory(config, sizes, config.launcher.device_memory_gb, trained, has_ipc=has_ipc),
         _ignored_files(config),
     )
 
@@ -284,12 +285,17 @@ _REMEDIES = {
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
-_BESIDE_VLLM = ("next version", "buckets", "asleep")
+_BESIDE_VLLM = ("next version", "buckets", "asleep", "handed over")
 """Not part of the share that vLLM takes."""
 
 
 def device_memory(
-    config: RunConfig, model: ModelSizes | None, limit_gb: float | None, trained: int | None = None
+    config: RunConfig,
+    model: ModelSizes | None,
+    limit_gb: float | None,
+    trained: int | None = None,
+    *,
+    has_ipc: bool = False,
 ) -> dict[str, Parts]:
     """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
@@ -297,7 +303,7 @@ def device_memory(
     """
     if model is None or limit_gb is None:
         return {}
-    roles = memory_of_roles(config, model, trained)
+    roles = memory_of_roles(config, model, trained, has_ipc=has_ipc)
     for role, parts in roles.items():
         is_vllm = config.is_vllm(role)
         share = config.vllm.gpu_memory_utilization if is_vllm else 1.0

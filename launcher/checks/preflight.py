@@ -146,7 +146,7 @@ def check_run(
     _check_adapters(config, devices)
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     here = has_launchers_interpreter(config, HEAD)
-    models, data = _check_files(config, here, say)
+    models, data = _check_files(config, devices, here, say)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
@@ -160,7 +160,7 @@ def check_node(config: RunConfig, node: int) -> tuple[Devices, RowsToCheck]:
     the checks that need the placement look at."""
     _check_settings(config)
     devices = find_devices(config.launcher.device)
-    _, data = _check_files(config, has_launchers_interpreter(config, node))
+    _, data = _check_files(config, devices, has_launchers_interpreter(config, node))
     return devices, data.rows
 
 
@@ -197,12 +197,14 @@ def usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig, here: Roles, say: Callable[[str], None] = lambda line: None) -> tuple[Models, Data]:
+def _check_files(
+    config: RunConfig, devices: Devices, here: Roles, say: Callable[[str], None] = lambda line: None
+) -> tuple[Models, Data]:
     """Check all that is read from disk, then what needs a child process; of users' functions and of the proof of models
     that of roles with the launcher's interpreter."""
     _check_paths(config)
     check_names(config, here)
-    models = check_models(config)
+    models = check_models(config, has_ipc=vendor_of(devices.kind).has_ipc)
     data = _check_data(config)
     check_rollout_code(config, here)
     check_proven(config, [role for role in config.roles if here(role)], say)

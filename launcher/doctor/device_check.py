@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import UserCodeFailed, size_text
 from asyncflow.job import LOOPBACK
+from asyncflow.vendors import vendor_of
 from launcher.doctor.findings import Facts, MachineCheck, Needs, Size, error, fatal, ok, reason, warning
 from launcher.doctor.software import installed
 from workers.calls.pool import CallPool, Entry
@@ -91,7 +92,7 @@ def _told(call: "Future[Any]") -> dict[str, Any] | str:
 
 
 VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
-DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
+DEAD, UPDATE, SWAP, HANDOVER, MEMORY = "dead receiver", "update", "swap", "handover", "memory"
 _PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
@@ -248,6 +249,28 @@ def swap_weights(needs: Needs) -> Facts:
     return {"apart": apart, "said": f"a version in {seconds:.2f} s; {engines} {apart:.1e} from the trainer's"}
 
 
+def hand_over(needs: Needs) -> Facts:
+    """Read memory that other processes exported, on each rank's device: the way of weights in colocated runs."""
+    facts: Facts = {"missing": 0, "wrong": 0, "refused": ""}
+    if not vendor_of(needs.device).has_ipc:
+        return facts | {"said": f"{needs.device}: colocated weights go through shared memory"}
+    names = rank_devices(needs.device)
+    names = names * 2 if len(names) == 1 else names  # two processes of one device are what colocated roles are
+    with started_ranks(HANDOVER, names) as (_, finish):
+        told = finish()
+    found = [each for one in told if not isinstance(one, str) for each in one.values()]
+    lost = [one for one in told if isinstance(one, str)]
+    rates = [each["gb_s"] for each in found if "gb_s" in each]
+    said = (
+        f"{len(names)} ranks read other processes' memory, {min(rates):.1f} to {max(rates):.1f} GB/s" if rates else ""
+    )
+    return facts | {
+        "missing": len(lost), "ranks": len(names), "last": lost[0] if lost else "", "said": said,
+        "wrong": sum(each.get("wrong", 0) for each in found),
+        "refused": "; ".join(sorted({each["refused"] for each in found if "refused" in each})),
+    }  # fmt: skip
+
+
 def measure_memory(needs: Needs) -> Facts:
     """Compare the peak memory of training a model with the estimate by which `--dry-run` refuses."""
     import torch
@@ -268,6 +291,7 @@ def measure_memory(needs: Needs) -> Facts:
 
 _HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
 _SEND, _STAGED = "send us this report", "use weightsync.path=staged; send this report"
+_INSTEAD = "colocated runs take such weights from shared memory"
 CHECKS = (
     MachineCheck(VERSIONS, list_versions, (), "{said}", 60, _HANGS),
     MachineCheck(CONTEXTS, use_from_threads, (
@@ -296,6 +320,12 @@ CHECKS = (
     MachineCheck(SWAP, swap_weights, (
         error(lambda f: not f.apart < _CLOSE["float32"], "{said}", "weights are lost on their way; send this report"),
     ), "{said}", 60, _HANGS),
+    MachineCheck(HANDOVER, hand_over, (
+        fatal("missing", "{missing} of {ranks} ranks did not answer ({last})", _SEND),
+        error("wrong", "{wrong} numbers came out wrong", f"{_SEND}: {_INSTEAD}"),
+        warning("refused", "{refused}", f"{_SEND}: {_INSTEAD}"),
+        ok("said", "{said}"),
+    ), "{said}", 90, _HANGS),
     MachineCheck(MEMORY, measure_memory, (
         warning(lambda f: abs(f.apart) > _ESTIMATED, "{said}", f"{_SEND}: --dry-run refuses by this estimate"),
     ), "{said}", 90, _HANGS),

@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin, wait_for_device
+from asyncflow.device import (
+    ExportedMemory,
+    OpenedMemory,
+    abort_group,
+    connect_group,
+    group_backends,
+    on_device,
+    open_device,
+    pin,
+    wait_for_device,
+)
+from asyncflow.errors import DeviceMemoryError
 from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.findings import reason
@@ -150,7 +161,51 @@ def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> d
     return {}
 
 
-MODES = {"collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "contexts": contexts}
+def handover(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Export memory as a colocated trainer does, and read every other rank's; return by rank what came of it: GB/s, how
+    many numbers were wrong, or why there is nothing to read."""
+    numbers = torch.arange(4 * SIZE, device=device)
+    try:
+        memory = ExportedMemory(numbers.nbytes, device)
+    except DeviceMemoryError as error:
+        store.set(f"handle {rank}", b"")
+        return {f"{rank}": {"refused": str(error)}}
+    memory.write(0, numbers + rank)
+    wait_for_device(device)
+    store.set(f"handle {rank}", memory.handle)
+    others = [other for other in range(size) if other != rank]
+    store.wait([f"handle {other}" for other in others], TIMEOUT)
+    found: dict[str, Any] = {}
+    for other in others:
+        handle = bytes(store.get(f"handle {other}"))
+        if handle:
+            found[f"{other}"] = _read_memory(handle, device, numbers + other)
+    store.set(f"has read {rank}", "1")
+    store.wait([f"has read {other}" for other in others if store.get(f"handle {other}")], TIMEOUT)  # memory stays
+    return found
+
+
+def _read_memory(handle: bytes, device: torch.device, expected: Tensor) -> dict[str, Any]:
+    try:
+        opened = OpenedMemory(handle, device)
+    except DeviceMemoryError as error:
+        return {"refused": str(error)}
+    there = torch.empty_like(expected)
+    for _ in range(2):
+        wait_for_device(device)
+        began = time.monotonic()
+        opened.read(0, there)
+        wait_for_device(device)
+        seconds = time.monotonic() - began
+    wrong = int((there != expected).sum())
+    opened.close()
+    return {"wrong": wrong, "gb_s": there.nbytes / seconds / 1e9}
+
+
+MODES = {
+    "collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "contexts": contexts,
+    "handover": handover,
+}  # fmt: skip
 
 
 def act_as_rank(mode: str, name: str, rank: int, size: int, port: int) -> dict[str, Any]:

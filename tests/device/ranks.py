@@ -21,6 +21,7 @@ from torch import Tensor
 import asyncflow.device
 from asyncflow.device import connect_group, copied_ahead, group_backends, open_device, pin
 from tests.device.asleep_mode import asleep
+from tests.device.handover_mode import handover
 from tests.device.memory import memory
 from tests.device.paused_mode import paused
 from tests.device.plants import PLANTS
@@ -288,7 +289,7 @@ MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps,
     "megatron": megatron, "memory": memory, "broadcast": broadcast, "rows": rows, "paused": paused, "ahead": ahead,
     "stages": stages,
-    "asleep": asleep,
+    "asleep": asleep, "handover": handover,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ DEADLINE_S = 900
 def test_nothing_is_wrong_where_the_tests_pass(
     device: str, late_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in late_env.items():
+    for name, value in (late_env | {"LATE_DEVICE_IPC": "1"}).items():
         monkeypatch.setenv(name, value)
     arguments = ["doctor", "quickstart", "--set", f"launcher.device={device}", "--device-check", "--json"]
     done = subprocess.run([COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -29,3 +29,4 @@ def test_nothing_is_wrong_where_the_tests_pass(
     wrong = {name: finding for name, finding in found.items() if finding["level"] != "ok" and name != "memory"}
     assert wrong == {} and done.returncode == (found["memory"]["level"] == "error"), report
     assert "out" in found["host copies"]["text"] or device == "cpu"
+    assert "ranks read other processes' memory" in found["handover"]["text"] or device == "cpu"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from . import handover_mode
 from .conftest import Run
 from .plants import CASES, PLANTS, mistakes
 
@@ -79,6 +80,23 @@ def test_without_the_pause_the_count_would_tell(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setenv("WITHOUT_PAUSE", "1")
     _, said = run("paused", num_ranks=2)
     assert min(said["in_flight"]) > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_generator_reads_what_the_trainer_left_on_its_devices(
+    run: Run, schedule: str, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine of one rank, and of two, which read a half each and pass it on. Also from a trainer rank that
+    started again, and through shared memory where devices share none."""
+    if shares_memory:
+        monkeypatch.setenv("LATE_DEVICE_IPC", "1")
+    *_, one, ranks = run("handover", schedule, num_ranks=4)
+    num_bytes, num_loads = handover_mode.NUM_BYTES, len(handover_mode.VERSIONS)
+    each = [num_bytes, 0] if shares_memory else [0, num_bytes]
+    assert one == {"wrong": 0, "loads": [each] * num_loads}
+    assert (ranks["wrong"], ranks["sum"]) == (0, [num_loads * part for part in each])
+    assert min(max(way) for way in ranks["each"]) > 0.4 * num_loads * num_bytes, "each rank reads about half"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

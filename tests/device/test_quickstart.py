@@ -1,5 +1,6 @@
 """Whole runs on `late`: their metrics are those of the CPU."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,25 @@ def test_a_run_equals_that_of_the_cpu(
         assert other == pytest.approx(one, rel=1e-5, abs=1e-5)
     warnings = [file.read_text() for file in (tmp_path / "run").glob("logs/**/*") if file.is_file()]
     assert not any("not broadcast to all" in text for text in warnings), "a transfer broke, and nobody noticed"
+
+
+def handed_over(run_dir: Path) -> list[tuple[int, int]]:
+    """Return, for each load of weights that were on devices, the bytes that came from there and from shared memory."""
+    spans = [json.loads(line) for path in (run_dir / "timeline").glob("rollout-*.jsonl") for line in path.open()]
+    return [(one["device_bytes"], one["host_bytes"]) for one in spans if one.get("name") == "hand over weights"]
+
+
+def test_colocated_weights_are_read_on_the_devices_with_the_bits_that_shared_memory_has(
+    late_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for way, env in {"shared": {}, "devices": {"LATE_DEVICE_IPC": "1"}}.items():
+        for name, value in (late_env | {"LATE_DEVICE_SCHEDULE": "kernels"} | env).items():
+            monkeypatch.setenv(name, value)
+        (tmp_path / way).mkdir()
+        found[way] = run_of("colocated", tmp_path / way, device="late")
+    assert found["devices"] == found["shared"]
+    assert handed_over(tmp_path / "shared" / "run") == []
+    loads = handed_over(tmp_path / "devices" / "run")
+    assert len(loads) >= 2 * 3, "each of two generators loads each version"
+    assert all(on_device > 0 and on_host == 0 for on_device, on_host in loads), loads

@@ -15,6 +15,7 @@ CASES = {
     "broadcast": (ROLES, "weightsync.path=broadcast"),
     "resumed": (ROLES, "weightsync.path=staged"),
     "ppo": ("rollout:1,actor:1,critic:1", "algorithm.name=ppo", "algorithm.kl_coef=0"),
+    "colocated": ("rollout+actor:2,ref:1", "weightsync.path=staged"),
 }
 """Name of a run -> its roles and settings."""
 

@@ -44,7 +44,9 @@ class Said:
 class User:
     """What uses the engine, in this process."""
 
-    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
+    def __init__(
+        self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0", on_device: bool = False
+    ) -> None:
         self.engine = Ranks(run._start, run.setup, store.port)
         self.said, self.arrived = Said(), threading.Event()
         job = Job(
@@ -53,7 +55,7 @@ class User:
         job.save(run_dir)
         self.receiver = RanksReceiver(
             credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead=lead,
-            arrived=self.arrived.set, takes_turns=True, timeout_s=DEADLINE_S, timeline=self.said,
+            arrived=self.arrived.set, takes_turns=True, timeout_s=DEADLINE_S, on_device=on_device, timeline=self.said,
         )  # fmt: skip
         self.held: Version | None = None
 
@@ -119,12 +121,13 @@ def test_ranks_load_one_version_of_which_each_keeps_a_share(
     user.receiver.close()
 
 
-@pytest.mark.gate
+@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_ranks_load_what_is_not_broadcast_out_of_the_agents_memory(
-    weight_run: WeightRun, store: TCPStore, tmp_path: Path
+    weight_run: WeightRun, store: TCPStore, tmp_path: Path, on_device: bool
 ) -> None:
+    """Tensor by tensor, or bucket by bucket where they take turns with the trainer on devices that share no memory."""
     weight_run.start_node()
-    user = User(weight_run, store, tmp_path, lead="")
+    user = User(weight_run, store, tmp_path, lead="", on_device=on_device)
     for version in steps(1, 3):
         weight_run.publish(version)
         user.load(version)

@@ -1,5 +1,6 @@
 """What the project asks of a vendor, with the vendor's calls recorded."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from asyncflow.device import (
     make_deterministic,
     without_growing,
 )
+from asyncflow.errors import DeviceMemoryError
 from asyncflow.process import variables_set
-from asyncflow.vendors import vendor_of
+from asyncflow.vendors import DeviceIpc, vendor_of
 
 
 def device(kind: str) -> Any:
@@ -186,3 +188,116 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(monkeypatch: p
     monkeypatch.setattr("ctypes.CDLL", lambda _: taken)
     assert vendor_of("cuda").pin(4096, 4096, writable=True) is None
     assert calls == ["cudaHostRegister", "cudaGetLastError"]
+
+
+class Runtime:
+    """A vendor's library: notes calls as (name, values), and answers `error`. It has the address 4096 for everything,
+    and writes `handle` where one is asked for."""
+
+    def __init__(self, calls: tuple[str, ...], handle: bytes, error: int = 0) -> None:
+        self.called: list[tuple[Any, ...]] = []
+        for name in calls:
+            setattr(self, name, self._make(name, handle, error))
+
+    def _make(self, name: str, handle: bytes, error: int) -> Any:
+        def call(*arguments: Any) -> int:
+            said: list[Any] = []
+            for argument in arguments:
+                pointed = getattr(argument, "_obj", None)
+                if isinstance(pointed, ctypes.c_void_p):
+                    pointed.value = 4096
+                elif isinstance(pointed, ctypes.Structure):
+                    ctypes.memmove(ctypes.addressof(pointed), handle, ctypes.sizeof(pointed))
+                elif isinstance(argument, ctypes.Array):
+                    argument.value = handle
+                elif isinstance(argument, ctypes.Structure):
+                    said.append(bytes(argument))
+                else:
+                    said.append(argument.value)
+            self.called.append((name, *said))
+            return error
+
+        return call
+
+
+HANDLE = bytes(range(64))  # with a zero byte, which must not end it
+STREAM = 77
+
+
+def ipc_of(kind: str, monkeypatch: pytest.MonkeyPatch, *, error: int = 0) -> tuple[DeviceIpc, Runtime]:
+    stream = SimpleNamespace(
+        cuda_stream=STREAM, npu_stream=STREAM, synchronize=lambda: runtime.called.append(("wait",))
+    )
+    if kind == "cuda":
+        runtime = Runtime((*vendors._CudaIpc.CALLS, "cudaGetLastError"), HANDLE, error)
+        monkeypatch.setattr("ctypes.CDLL", lambda _: runtime)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    else:
+        runtime = Runtime(vendors._AscendIpc.CALLS, b"a key", error)
+        monkeypatch.setattr(vendors, "_ascendcl", lambda: runtime)
+        npu = SimpleNamespace(current_stream=lambda: stream)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind: npu)
+    ipc = vendor_of(kind).ipc()
+    assert ipc is not None
+    return ipc, runtime
+
+
+def use_all(ipc: DeviceIpc) -> bytes:
+    """Allocate, export, write, open, read, close and free; return the handle."""
+    address = ipc.allocate(1000)
+    assert address == 4096
+    handle = ipc.export(address, 1000)
+    ipc.copy(8192, address, 24)
+    assert ipc.open(handle) == 4096
+    ipc.close(handle, 4096)
+    ipc.free(address)
+    return handle
+
+
+def test_cudas_runtime_is_asked_to_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls and their arguments are those of cuda_runtime_api.h (CUDA 13.0)."""
+    ipc, runtime = ipc_of("cuda", monkeypatch)
+    assert use_all(ipc) == HANDLE
+    assert runtime.called == [
+        ("cudaMalloc", 1000),  # void** devPtr, size_t size
+        ("cudaIpcGetMemHandle", 4096),  # cudaIpcMemHandle_t* handle, void* devPtr
+        ("cudaMemcpyAsync", 8192, 4096, 24, 4, STREAM),  # dst, src, count, cudaMemcpyDefault, stream
+        ("cudaIpcOpenMemHandle", HANDLE, 1),  # void** devPtr, handle by value, cudaIpcMemLazyEnablePeerAccess
+        ("cudaIpcCloseMemHandle", 4096),
+        ("cudaFree", 4096),
+    ]
+    with pytest.raises(DeviceMemoryError, match="5 bytes is not CUDA's"):
+        ipc.open(b"a key")
+
+
+def test_ascends_runtime_is_asked_to_share_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls and their arguments are those of acl_rt.h."""
+    ipc, runtime = ipc_of("npu", monkeypatch)
+    assert use_all(ipc) == b"a key"
+    assert runtime.called == [
+        ("aclrtMalloc", 2 * 2**20, 0),  # void** devPtr, size, ACL_MEM_MALLOC_HUGE_FIRST
+        ("aclrtIpcMemGetExportKey", 4096, 2 * 2**20, 65, 1),  # devPtr, size, key, its length, no check of processes
+        ("wait",),  # for kernels in torch_npu's own queue
+        ("aclrtMemcpyAsync", 8192, 24, 4096, 24, 3, STREAM),  # dst, destMax, src, count, device to device, stream
+        ("aclrtIpcMemImportByKey", b"a key", 1),  # void** devPtr, key, peer access
+        ("aclrtIpcMemClose", b"a key"),
+        ("aclrtFree", 4096),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_runtime_that_refuses_is_named_with_its_code(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    ipc, runtime = ipc_of(kind, monkeypatch, error=2)
+    vendor, call = ("CUDA", "cudaMalloc") if kind == "cuda" else ("CANN", "aclrtMalloc")
+    with pytest.raises(DeviceMemoryError, match=f"^{call}: {vendor} error 2$"):
+        ipc.allocate(1000)
+    left = [called for called, *_ in runtime.called if called == "cudaGetLastError"]
+    assert left == (["cudaGetLastError"] if kind == "cuda" else []), "PyTorch would report it as the next kernel's"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_a_runtime_without_these_calls_shares_no_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(cudaMalloc=print))
+    monkeypatch.setattr(vendors, "_ascendcl", lambda: SimpleNamespace(aclrtMalloc=print))
+    assert vendor_of(kind).ipc() is None
+    assert vendor_of(kind).has_ipc is (kind != "cpu")

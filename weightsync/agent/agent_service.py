@@ -639,8 +639,10 @@ class WeightAgent:
     def _decide_on_call(self, call: Call, message: object, session: ChannelSession) -> list[Instruction]:
         state = self._state
         match message:
-            case OpenPlan(plan):
+            case OpenPlan(plan, device_copy):
                 self._open_plan(plan)
+                if device_copy is not None:
+                    state.note_device_copy(session, plan_digest(plan), device_copy)
             case TakeSlot(rank, version, plan, wait_s):
                 now = time.monotonic()
                 return state.take_slot(
@@ -694,8 +696,9 @@ class WeightAgent:
                 case OfferVersion(call, version, slot, plan, checksums):
                     memory, total = self._get_memory(slot, plan), version_checksum(checksums)
                     offered = Offered(
-                        version, plan.digest(), memory.offer, self._list_live_tokens(), list(checksums), total
-                    )
+                        version, plan.digest(), memory.offer, self._list_live_tokens(), list(checksums), total,
+                        self._state.list_device_copies(plan.digest()),
+                    )  # fmt: skip
                     replies.append((call, offered))
                 case Pull() as pull:
                     replies += self._start_pull(pull)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from weightsync.agent.swap_turns import SwapTurns
 from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
-from weightsync.messages import Done, HeldVersion, NoRoom, PeerHas, Repair, Reply, SwapTurn, Unneeded
+from weightsync.messages import DeviceCopy, Done, HeldVersion, NoRoom, PeerHas, Repair, Reply, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
 
@@ -400,6 +400,8 @@ class AgentState:
         self._peer_watchers: dict[object, object] = {}
         # Peers start with 0, so their first watch is answered at once.
         self._revision = 1
+        # By trainer rank of this node: its session, the digest of its plan, and what it has on its device.
+        self._device_copies: dict[int, tuple[object, str, DeviceCopy]] = {}
         # By session: the version that it computes with.
         self.serving: dict[object, Version] = {}
 
@@ -424,6 +426,13 @@ class AgentState:
 
     def open_plan(self, plan: TransferPlan) -> None:
         self._plans.setdefault(plan.digest(), plan)
+
+    def note_device_copy(self, session: object, plan: str, copy: DeviceCopy) -> None:
+        """A trainer rank keeps what it publishes under a plan (digest) on its device; forgotten with its session."""
+        self._device_copies[copy.rank] = session, plan, copy
+
+    def list_device_copies(self, plan: str) -> list[DeviceCopy]:
+        return [copy for _, (_, digest, copy) in sorted(self._device_copies.items()) if digest == plan]
 
     def take_slot(
         self,
@@ -571,6 +580,8 @@ class AgentState:
         self._followers.discard(session)
         self._peer_watchers.pop(session, None)
         self.serving.pop(session, None)
+        # A process that ended takes its memory with it, so what it had is offered no more.
+        self._device_copies = {rank: one for rank, one in self._device_copies.items() if one[0] != session}
         for slot in self._slots:
             slot.lose(session)
         instructions: list[Instruction] = []

@@ -119,9 +119,15 @@ class ModelSizes:
         return 2 * self.num_layers * max(1, self.num_kv_heads // tensor) * self.head_dim * number
 
 
-def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = None) -> dict[str, Parts]:
+def memory_of_roles(
+    config: RunConfig, model: ModelSizes, trained: int | None = None, *, has_ipc: bool = False
+) -> dict[str, Parts]:
     """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines.
-    `trained`: parameters that are trained; None: `ModelSizes.trained_parameters`."""
+
+    Args:
+        trained: parameters that are trained; None: `ModelSizes.trained_parameters`.
+        has_ipc: processes share memory of the devices (`Vendor.has_ipc`).
+    """
     trained = model.trained_parameters(config.lora) if trained is None else trained
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
@@ -145,15 +151,20 @@ def memory_of_roles(config: RunConfig, model: ModelSizes, trained: int | None = 
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.ranks_per_copy(role), tokens)
     every = {"runtime": RUNTIME}
+    wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+    sent = trained if config.sends_adapter else model.num_parameters
     for role in config.colocated:
-        # Roles that take turns go through host memory with their weights, so never have them on a device at one time.
-        # Of the others there are contexts and communicators.
+        # Roles that take turns never have their weights on a device at one time. Of the others there are contexts and
+        # communicators, and each trainer rank's part of what it published (`weightsync.device_copies`).
         if role in roles:
             roles[role]["asleep"] = (len(config.colocated) - 1) * RUNTIME
+            if has_ipc:
+                roles[role]["handed over"] = wire * sent // config.roles["actor"]
+    if has_ipc and config.is_colocated and "rollout" in roles:
+        # A bucket of each trainer rank, the one that is read, and the next one.
+        roles["rollout"]["buckets"] = (config.roles["actor"] + 2) * config.weightsync.bucket_bytes
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
-        wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-        sent = trained if config.sends_adapter else model.num_parameters
         # They compute with one version while the next one arrives.
         if "rollout" in roles:
             roles["rollout"]["next version"] = wire * sent // config.ranks_per_copy("rollout")

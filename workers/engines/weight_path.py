@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import WeightsLate
+from asyncflow.vendors import vendor_of
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastMember
 from weightsync.plan import Need, ShardSpec, plan_transfer
 from weightsync.receiver import RanksEngine, RanksReceiver, SharedReceiver, WeightReceiver
@@ -42,8 +43,14 @@ def open_sender(context: WorkerContext, shards: Iterable[Shard]) -> WeightSender
         )  # fmt: skip
     return WeightSender(
         context.job_credentials(), _agent(context), context.name, plan, context.rank,
-        device=context.device, timeout_s=config.timeout_s, broadcaster=broadcaster, timeline=context.timeline,
+        device=context.device, timeout_s=config.timeout_s, broadcaster=broadcaster,
+        on_device=hands_over_on_device(context), timeline=context.timeline,
     )  # fmt: skip
+
+
+def hands_over_on_device(context: WorkerContext) -> bool:
+    """Return whether the trainer's ranks keep versions on their devices for the rollouts that share these."""
+    return context.shares_devices and vendor_of(context.device.type).has_ipc
 
 
 def open_receiver(
@@ -57,6 +64,7 @@ def open_receiver(
     least: Callable[[], Version] | None = None,
     best_effort: bool = False,
     keeps_on_host: bool = False,
+    on_device: bool = False,
     whole: bool = True,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
@@ -69,7 +77,7 @@ def open_receiver(
         wanted: selects versions; None: all. With it, the receiver joins no broadcasts unless there is `least`, too.
         least: returns the next version that is wanted.
         best_effort: the trainer does not wait until it has read a version.
-        keeps_on_host: see `WeightReceiver`.
+        keeps_on_host, on_device: see `WeightReceiver`.
         whole: the engine takes the whole model; False: this gang's ranks share it. They read the agent's single copy on
             the node, and join broadcasts together: then whatever they compute together is inside `computing`.
     """
@@ -91,7 +99,7 @@ def open_receiver(
         arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, least=least,
         best_effort=best_effort, member=member, lead=_lead(context), keeps_on_host=keeps_on_host,
-        timeout_s=config.timeout_s, timeline=context.timeline,
+        on_device=on_device, timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 
@@ -110,7 +118,7 @@ def follow_policy(
             context.job_credentials(), _agent(context), context.name, engine,
             run_dir=context.run_dir, lead=_lead(context) if broadcast else "", arrived=arrived,
             takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
-            timeline=context.timeline,
+            on_device=hands_over_on_device(context), timeline=context.timeline,
         )  # fmt: skip
         return HeldWeights(
             context, ranks, lambda _: engine.load_held(), check=check, loaded=loaded, defers=context.shares_devices
@@ -118,6 +126,7 @@ def follow_policy(
     receiver = open_receiver(
         context, engine.weight_needs(), adopts=engine.adopts_weights, arrived=arrived,
         keeps_on_host=config.rollout.engine == "openai",  # it passes them on to other processes
+        on_device=hands_over_on_device(context),
     )  # fmt: skip
     load = partial(engine.load_weights, adopt=receiver.adopts)
     return HeldWeights(context, receiver, load, check=check, loaded=loaded, defers=context.shares_devices)

@@ -111,6 +111,7 @@ class Actor:
         config = context.config
         self._context = context
         self._config = config
+        self._turn = turn
         self._task = task = task_of("actor", config, context.job)
         context.report_state(STARTING, LOADING)
         self._engine = load_train_engine(config, device=context.device)
@@ -319,6 +320,8 @@ class Actor:
 
     def _publish_weights(self, step: int) -> float | None:
         """Send the weights of `step` and announce them; returns seconds held up, or None if a stop came first."""
+        # Rollouts may be reading the last version on this device until they have given the turn away.
+        assert self._turn is None or self._turn.held, "weights are published in the trainer's turn"
         version = Version(self._context.job.lineage, step)
         self._context.report_state("publishing weights", step=step, version=step)
         # Before they are published: whoever has the version finds its record.

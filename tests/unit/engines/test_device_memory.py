@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncflow.errors import ConfigError
+from launcher.checks.models import device_memory
 from workers.engines.device_memory import (
     LOGITS_TILE,
     RUNTIME,
@@ -142,6 +144,30 @@ def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     assert more == {"rollout": RUNTIME, "actor": RUNTIME}
     number = QWEN_7B.num_parameters
     assert state_of_roles(colocated, number, number)["actor"] == 16 * number
+
+
+def test_colocated_roles_count_what_the_trainer_keeps_for_the_rollout() -> None:
+    fields = {"steps": 1, "roles": {"rollout": 4, "actor": 4}, "model": {"path": "m", "dtype": "bfloat16"}}
+    fields |= {"data": {"path": "d"}, "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}}
+    fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2}, "weightsync": {"bucket_bytes": 2**20}}
+    fields |= {"colocated": ("rollout", "actor")}
+    config = RunConfig.model_validate(fields)
+    without, having = (memory_of_roles(config, QWEN_7B, has_ipc=has_ipc) for has_ipc in (False, True))
+    more = {role: sum(having[role].values()) - sum(without[role].values()) for role in having}
+    kept = 2 * QWEN_7B.num_parameters // 4
+    assert more == {"rollout": kept + 6 * 2**20, "actor": kept}, (
+        "a part of each of 4 ranks, and two buckets on their way"
+    )
+    separate = RunConfig.model_validate(fields | {"colocated": ()})
+    assert memory_of_roles(separate, QWEN_7B, has_ipc=True) == memory_of_roles(separate, QWEN_7B)
+    rough = RunConfig.model_validate(fields | {"weightsync": {"bucket_bytes": 2**20, "dtype": "float32"}})
+    assert memory_of_roles(rough, QWEN_7B, has_ipc=True)["actor"]["handed over"] == 2 * kept, "in the wire's dtype"
+    of_vllm = fields | {
+        "rollout": {"max_response_tokens": 8, "engine": "vllm"},
+        "vllm": {"gpu_memory_utilization": 0.9},
+    }
+    with pytest.raises(ConfigError, match=r"a rank of rollout needs about .*handed over 3.81 GB.* beside vLLM"):
+        device_memory(RunConfig.model_validate(of_vllm), QWEN_7B, 40, has_ipc=True)
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:

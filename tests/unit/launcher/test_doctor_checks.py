@@ -403,6 +403,11 @@ SAID: list[tuple[str, Facts, list[Level], str]] = [
     ("update", {"wrong": True, "said": "0.5 apart"}, [ERROR], "0.5 apart"),
     ("swap", {"apart": math.nan, "said": "nan"}, [ERROR], "nan"),
     ("swap", {"apart": 1e-6, "said": "close"}, [OK], "close"),
+    ("handover", {"missing": 1, "ranks": 2, "last": "it died", "wrong": 0, "refused": "", "said": ""},
+     [ERROR], "1 of 2 ranks did not answer (it died)"),
+    ("handover", {"missing": 0, "wrong": 3, "refused": "", "said": "fast"}, [ERROR, OK], "3 numbers came out wrong"),
+    ("handover", {"missing": 0, "wrong": 0, "refused": "no way", "said": "fast"}, [WARNING, OK], "no way"),
+    ("handover", {"missing": 0, "wrong": 0, "refused": "", "said": "fast"}, [OK], "fast"),
     ("memory", {"apart": -0.2, "said": "less"}, [WARNING], "less"),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from asyncflow.errors import ConfigError, PlanError
+from weightsync.device_copies import without_reading
 from weightsync.plan import Need
 from workers.data.model_files import few_of
 from workers.engines.base import GenerateRequest, SleepOrder, check_request
@@ -222,8 +223,9 @@ class CheckedEngine(ABC):
         if missing or unknown:
             lacks, others = (few_of(names) or "none" for names in (missing, unknown))
             raise PlanError(f"weights do not fit the model: missing {lacks}, unknown {others}")
+        like = without_reading(weights)
         for name, need in self._needs.items():
-            if (shape := tuple(weights[name].shape)) != need.shape:
+            if (shape := tuple(like[name].shape)) != need.shape:
                 raise PlanError(f"weight {name}: its shape is {shape}, but the model's is {need.shape}")
         self._order.note_loaded()
         self._replace_weights(weights, adopt=adopt)
