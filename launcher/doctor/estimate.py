@@ -188,7 +188,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     instances = _vllm_instances(checked)
     of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
-    states = state_of_roles(config, parameters, trained)
+    states = state_of_roles(config, parameters, trained, checked.others)
     return {
         "weight slots": config.weightsync.num_slots * version,
         **(states if on_cpu else {}),
