@@ -6,6 +6,7 @@ Each `check_*` raises ConfigError at the first condition that fails; the message
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from asyncflow.errors import ConfigError, size_text
 from asyncflow.extras import is_installed, pip_line
@@ -25,7 +26,7 @@ from workers.data.model_files import (
     stored_tensors,
     vocabulary_size,
 )
-from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
+from workers.engines.device_memory import ModelSizes, OtherModels, Parts, memory_of_roles
 from workers.engines.lora import adapter_targets, check_adapter, trained_parameters
 from workers.settings.megatron import DenseModel, check_adapted, check_division
 from workers.settings.run import RunConfig
@@ -45,6 +46,7 @@ class Models:
     num_parameters: int
     num_trained: int
     num_reward_parameters: int
+    others: OtherModels
     memory: Mapping[str, Parts]
     notes: tuple[str, ...]
 
@@ -59,15 +61,10 @@ def check_models(config: RunConfig, *, has_ipc: bool = False) -> Models:
     check_megatron(config)
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
-    if config.ref.path is not None and config.algorithm.kl_coef > 0:
-        check_other_model_dir(Path(config.ref.path), GENERATES, key="ref.path")
-        _check_tokens(Path(config.ref.path), path, key="ref.path")
-    for key, teacher in config.teacher.models.items() if "teacher" in config.roles else ():
-        check_other_model_dir(Path(teacher), GENERATES, key=key)
-        _check_tokens(Path(teacher), path, key=key)
     trained = _check_lora(config)
     check_reward_model(config)
     check_positions(config)
+    others = _check_scorers(config)
     _check_tensor_parallel(config)
     if "actor" in config.roles:
         config.actor.check_fsdp_size(config.roles["actor"])
@@ -79,9 +76,34 @@ def check_models(config: RunConfig, *, has_ipc: bool = False) -> Models:
         num_parameters,
         trained,
         0 if reward is None else count_parameters(Path(reward.path)),
-        device_memory(config, sizes, config.launcher.device_memory_gb, trained, has_ipc=has_ipc),
+        others,
+        device_memory(config, sizes, config.launcher.device_memory_gb, trained, others, has_ipc=has_ipc),
         _ignored_files(config),
     )
+
+
+def _check_scorers(config: RunConfig) -> OtherModels:
+    """Check a reference that is not the policy, and teachers: files, tokens, positions; returns their sizes by role."""
+    k = getattr(config.algorithm, "top_k", 0)
+    named = {"ref.path": config.ref.path} if config.ref.path is not None and config.algorithm.kl_coef > 0 else {}
+    named |= config.teacher.models if "teacher" in config.roles else {}
+    sizes: dict[str, dict[Path, ModelSizes]] = {}
+    for key, name in named.items():
+        path = Path(name)
+        check_other_model_dir(path, GENERATES, key=key)
+        _check_tokens(path, Path(config.model.path), key=key)
+        _check_length(config, path, key=key)
+        _check_rotary(config, path, key=key)
+        number = count_parameters(path)
+        found = ModelSizes.from_config(read_model_config(path), number) or ModelSizes.unknown(number)
+        sizes.setdefault(key.partition(".")[0], {})[path] = found
+    for key, name in {"model.path": config.model.path, **named}.items():
+        tokens = vocabulary_size(Path(name))
+        if tokens is not None and tokens < k:
+            raise ConfigError(
+                f"algorithm.top_k: {k} is more than the {tokens} tokens of {key} {name}; set it to {tokens} or less"
+            )
+    return {role: tuple(each.values()) for role, each in sizes.items()}
 
 
 def _ignored_files(config: RunConfig) -> tuple[str, ...]:
@@ -132,7 +154,7 @@ def check_positions(config: RunConfig) -> None:
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
-    _check_rotary(config)
+    _check_rotary(config, Path(config.model.path), key="model.path")
     if config.algorithm.is_supervised and limit is not None and prompt > limit:
         raise ConfigError(
             f"data.max_prompt_tokens: {prompt} is more than the model's {limit} positions (max_position_embeddings); "
@@ -177,9 +199,9 @@ def _check_context(config: RunConfig, positions: int | None) -> None:
                 )
 
 
-def _check_rotary(config: RunConfig) -> None:
+def _check_rotary(config: RunConfig, path: Path, *, key: str) -> None:
     """Refuse lengths beyond which a model rotates all tokens of a batch differently, also those of other samples."""
-    model = read_model_config(Path(config.model.path))
+    model = read_model_config(path)
     rope = model.get("rope_parameters") or model.get("rope_scaling")
     if not isinstance(rope, dict) or config.actor.engine == "sim":
         return
@@ -193,7 +215,7 @@ def _check_rotary(config: RunConfig) -> None:
     )
     if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
         raise ConfigError(
-            f"model.path: {config.model.path} computes all samples of a batch differently if one is longer than "
+            f"{key}: {path} computes all samples of a batch differently if one is longer than "
             f"{limit} tokens (rope_type {kind} in config.json), but sequences may have {longest}; lower "
             f"data.max_prompt_tokens, rollout.max_response_tokens or rollout.max_context_tokens, so that none is longer"
         )
@@ -223,13 +245,7 @@ def check_reward_model(config: RunConfig) -> None:
     check_other_model_dir(path, SCORES, key=KEY)
     _check_head(path)
     _check_tokens(path, Path(config.model.path), key=KEY)
-    limit = max_positions(path)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"{KEY}: {path} has {limit} positions, but prompt and response may have {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_response_tokens); lower these, or name another model"
-        )
+    _check_length(config, path, key=KEY)
 
 
 def _check_head(path: Path) -> None:
@@ -243,6 +259,21 @@ def _check_head(path: Path) -> None:
     labels = head.shape[0]
     if labels != 1:
         raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
+
+
+def _check_length(config: RunConfig, path: Path, *, key: str) -> None:
+    """Refuse a model with fewer positions than the policy's samples may have: what it computes would be noise."""
+    what, settings = "prompt and response", "data.max_prompt_tokens + rollout.max_response_tokens); lower these"
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.rollout.is_own:
+        what, settings = "a turn with what came before it", "rollout.max_context_tokens); lower that"
+        longest = config.rollout.max_context_tokens or max_positions(Path(config.model.path)) or 0
+    limit = max_positions(path)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{key}: {path} has {limit} positions, but {what} may have {longest} tokens ({settings}, or name another "
+            f"model"
+        )
 
 
 def _check_tokens(path: Path, policy: Path, *, key: str) -> None:
@@ -282,6 +313,8 @@ _REMEDIES = {
     "critic": "lower critic.max_tokens_per_micro_batch, or give the critic more ranks",
     "ref": _OF_COPIES,
     "actor_fwd": _OF_COPIES,
+    "teacher": "lower teacher.micro_batch_size, set model.dtype to bfloat16, or let several ranks share the teachers "
+    "(teacher.engine: fsdp)",
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
@@ -294,16 +327,17 @@ def device_memory(
     model: ModelSizes | None,
     limit_gb: float | None,
     trained: int | None = None,
+    others: OtherModels = MappingProxyType({}),
     *,
     has_ipc: bool = False,
 ) -> dict[str, Parts]:
     """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
-    Empty if the sizes of the model, or the memory of a device (GB), are not known.
+    Empty if the sizes of the model, or the memory of a device (GB), are not known. `others`: as in `memory_of_roles`.
     """
     if model is None or limit_gb is None:
         return {}
-    roles = memory_of_roles(config, model, trained, has_ipc=has_ipc)
+    roles = memory_of_roles(config, model, trained, others, has_ipc=has_ipc)
     for role, parts in roles.items():
         is_vllm = config.is_vllm(role)
         share = config.vllm.gpu_memory_utilization if is_vllm else 1.0

@@ -133,7 +133,8 @@ _INSTANCE_KEY = "vllm.tensor_parallel_size"
 
 def _copy_key(role: str) -> str:
     """Return the settings that say how many ranks share a copy."""
-    return "reward.model.shards" if role == "reward" else "ref.shards, ref.megatron"
+    own = {"reward": "reward.model.shards", "teacher": "teacher.shards"}
+    return own.get(role, "ref.shards, ref.megatron")
 
 
 def _gang(name: str, role: str, index: int, num_ranks: int = 1, num_devices: int | None = None) -> GangSpec:

@@ -27,7 +27,7 @@ from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, 
 from workers.data.supervised_rows import check_supervised
 from workers.data.task_source import TaskSource, held_out_sets
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.device_memory import DTYPE_BYTES, Parts
+from workers.engines.device_memory import DTYPE_BYTES, OtherModels, Parts
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -94,6 +94,7 @@ class Preflight:
         first_row, first_prompt: the first row as the data has it and as the model gets it; None: prompts are fed.
         num_parameters: elements in the model's files; tied weights count once.
         num_reward_parameters: elements in the reward model's files; 0 without a reward model.
+        others: sizes of models that only score and are not the policy.
         memory: what each role's ranks need on their devices; see `device_memory`.
         notes: lines about settings that are valid but may not be what the user intended.
         first_chunk: see `launcher.checks.environments.RowsToCheck`.
@@ -110,6 +111,7 @@ class Preflight:
     num_parameters: int
     num_trained: int
     num_reward_parameters: int = 0
+    others: OtherModels = field(default_factory=dict)
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
     notes: tuple[str, ...] = ()
@@ -150,7 +152,8 @@ def check_run(
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.memory,
+        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.others,
+        models.memory,
         num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip
 

@@ -169,7 +169,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm slots     P x c per evaluating instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w per instance of vLLM on devices; only with `weightsync.path: broadcast`
-        queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in units and in flight
+        queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in units and in flight; more
+                                                      with columns of several tokens, see `queue_bytes`
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
                        and per process of vLLM)
 
@@ -188,7 +189,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     instances = _vllm_instances(checked)
     of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
     posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
-    states = state_of_roles(config, parameters, trained)
+    states = state_of_roles(config, parameters, trained, checked.others)
     return {
         "weight slots": config.weightsync.num_slots * version,
         **(states if on_cpu else {}),
@@ -206,7 +207,9 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token.
+    """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token; and for each drawn one
+    8 K of a teacher's K likeliest tokens, and 4 k of the k kept by top-k (`rollout.keep_sampling_mask`; those of top-p
+    alone are not known).
 
     Rows retained for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill to disk.
     """
@@ -219,7 +222,9 @@ def queue_bytes(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    return (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
+    drawn = config.rollout.max_response_tokens
+    likeliest, kept = getattr(config.algorithm, "top_k", 0), config.rollout.top_k if config.rollout.keeps_mask else 0
+    return (config.data.max_prompt_tokens + drawn) * _TOKEN_BYTES + drawn * (8 * likeliest + 4 * kept)
 
 
 def _reward_model_bytes(checked: Preflight) -> int:

@@ -298,6 +298,11 @@ def _check(config: RunConfig, turns: Turns | None) -> None:
         )
     if config.outside_roles:
         raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
+    if "teacher" in config.roles:
+        raise ConfigError(
+            "roles: teacher cannot be planned, since how long its models take is not estimated; launch as many as a "
+            "short run needs (`asyncflow timeline`)"
+        )
     if config.rollout.is_own and turns is None:
         raise ConfigError(
             "rollout.function and agents are planned from what a run recorded of their turns and tools; make a short "

@@ -1,13 +1,20 @@
 """Processes outside of a run take part in it, and leave or die without harm."""
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 import asyncflow
 from asyncflow.job import Job
+from launcher.config.paths import find_recipe
+from tests.support.completions_server import Answer, Body, CompletionsServer, reply
 from workers.settings.run import RunConfig
 
 from . import command
@@ -76,6 +83,48 @@ def test_reward_services_outside_score_a_run_though_one_leaves_and_one_is_killed
     assert any(f"outside/reward-{last.pid}/mean" in line for line in metrics)
     logs = [path.read_text() for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".log", ".jsonl")]
     assert not [text for text in (*logs, out, err, said) if job.secret in text]
+
+
+def scorer(path: Path) -> Answer:
+    """What vLLM's server says of a prompt that a model in a directory is asked about."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+
+    def answer(handler: BaseHTTPRequestHandler, body: Body) -> None:
+        assert body["prompt_logprobs"] == 0 and body["temperature"] == 1
+        with torch.no_grad():
+            found = model(torch.tensor([body["prompt"]])).logits[0].float().log_softmax(-1)
+        told = [
+            {str(token): {"logprob": float(found[place, token]), "rank": 1}}
+            for place, token in enumerate(body["prompt"][1:])
+        ]
+        reply(handler, 200, {"choices": [{"text": "", "prompt_logprobs": [None, *told]}]})
+
+    return answer
+
+
+def test_a_teacher_behind_a_server_scores_what_the_student_drew(tmp_path: Path) -> None:
+    """The student itself, behind the server: it is no distance away, until it moves."""
+    run_dir, model = tmp_path / "run", find_recipe("quickstart").parent / "quickstart" / "model"
+    server = CompletionsServer(scorer(model))
+    server.adapters[str(model)] = ""  # the names under which models are served
+    roles = ("--roles", "rollout:1,actor:1,teacher:0")
+    algorithm = ("--set", "algorithm={name: distill, teacher_coef: 1.0}")
+    with (
+        command.started("--run-dir", "run", *SMALL, *roles, *algorithm, cwd=tmp_path) as launched,
+        ExitStack() as stack,
+    ):
+        stack.callback(server.close)
+        command.wait_until((run_dir / "job.json").exists, "job.json")
+        other = shutil.copytree(model, tmp_path / "other")
+        (other / "tokenizer.json").write_text((model / "tokenizer.json").read_text().replace('"7"', '"~"'))
+        refused = started(stack, "external_teacher.py", str(run_dir), server.url, str(other))
+        said, _ = refused.communicate(timeout=command.DEADLINE_S)
+        assert refused.returncode == 1 and "has other tokens than the policy, e.g. for '7'" in said, said
+        kill_when_it_says("scored", started(stack, "external_teacher.py", str(run_dir), server.url, str(model)))
+        last = started(stack, "external_teacher.py", str(run_dir), server.url, str(model))
+        ended_well(launched, last)
+    command.check_ledger(run_dir, groups_per_step=8, last=3)
+    assert abs(command.lines(run_dir / "metrics.jsonl")[0]["teacher_kl"]) < 1e-6
 
 
 def test_generators_outside_make_every_sample_though_they_are_killed(tmp_path: Path) -> None:

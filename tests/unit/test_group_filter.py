@@ -52,6 +52,15 @@ def test_sums_that_differ_in_their_last_digit_are_the_same_reward() -> None:
     assert judge.refused([5, 5, 6, 6], [33.3 + 66.6, 99.9, 99.9, 99.8]) == {5}
 
 
+def test_turns_that_are_credited_by_themselves_are_compared_by_themselves() -> None:
+    """Equal sums of other turns have advantages; the same turns have none."""
+    judge = GroupFilter("zero_variance", group_size=2)
+    turns = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.1 + 0.2], [0.3], [1.0], [nan]]
+    rewards = [sum(own) for own in turns]
+    assert judge.refused([5, 5, 6, 6, 7, 7, 8, 8], rewards, turns) == {6, 7}
+    assert judge.refused([5, 5, 6, 6, 7, 7, 8, 8], rewards) == {5, 6, 7}
+
+
 @pytest.mark.usefixtures("own_filters")
 def test_function_of_ones_own_judges_the_rewards_that_are_known() -> None:
     judge = GroupFilter("own_filters:between", group_size=2)

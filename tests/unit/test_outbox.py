@@ -428,3 +428,17 @@ def test_rewards_and_numbers_of_turns_are_put_where_a_task_reads_them(
     assert [line.get("turn_rewards") for line in lines] == [[0.25, 1.0], None, None, None]
     assert lines[0]["reward"] == 1.25
     scorer.close()
+
+
+def test_groups_whose_turns_differ_are_trained_though_their_sums_are_equal(model_dir: Path, samples: SampleLog) -> None:
+    client, scorer = Queue(), Scorer(RewardConfig(function="exact"), load_tokenizer(model_dir), has_parts=True)
+    one = leased_groups(client, 0, 0, 1, 1)
+    turns = {10: [1.0, 0.0], 11: [0.0, 1.0], 12: [1.0, 0.0], 13: [1.0, 0.0]}
+    judge, outputs = GroupFilter("zero_variance", group_size=2), ("rewards", "turn_ids", "turn_rewards")
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_filter=judge, outputs=outputs)
+    of_two: dict[str, Any] = {"turn_ids_A": torch.tensor([0, 1], dtype=torch.int32), "num_trained_turns": 2}
+    for index, own in turns.items():
+        outbox.add_rollout(one, replace(rolled(one, response(index)), **of_two, reward=1.0, turn_rewards=own))
+    outbox.close(stop=threading.Event())
+    scorer.close()
+    assert [rows for rows, _ in client.puts] == [[10, 11]] and client.filtered == [[12, 13]]

@@ -136,7 +136,7 @@ class Algorithm(ABC, Generic[SettingsT]):
         return LossCounts(
             tokens=int(drawn(batch)[keep_N].sum()),
             sequences=int((keep_N & begins_N).sum()),
-            responses=int((has_reward(batch) & begins_N).sum()),
+            responses=int((self._is_judged(batch) & begins_N).sum()),
         )
 
     def loss(self, batch: PackedBatch, *, device: torch.device) -> MicroLoss:
@@ -180,8 +180,12 @@ class Algorithm(ABC, Generic[SettingsT]):
         """Return float32 [N]: the weight of each sample's row."""
         truncated_N = batch["truncated"].values.bool()
         weight_N = torch.ones(len(batch)) if LOSS_WEIGHTS not in batch.columns else batch[LOSS_WEIGHTS].values.float()
-        weight_N = weight_N * has_reward(batch)
+        weight_N = weight_N * self._is_judged(batch)
         return weight_N * ~truncated_N if self._mask_truncated else weight_N
+
+    def _is_judged(self, batch: PackedBatch) -> Tensor:
+        """Return bool [N]: whether something says how good a sample's row is; others count nowhere."""
+        return has_reward(batch)
 
 
 def drawn(batch: PackedBatch) -> Tensor:
@@ -190,7 +194,7 @@ def drawn(batch: PackedBatch) -> Tensor:
 
 
 def has_reward(batch: PackedBatch) -> Tensor:
-    """Return bool [N]: whether a sample's row has a reward. If scoring failed it is NaN, and the row counts nowhere."""
+    """Return bool [N]: whether a sample's row has a reward. If scoring failed it is NaN."""
     return batch["rewards"].values.isfinite()
 
 
@@ -755,6 +759,10 @@ class Distill(Algorithm[DistillConfig]):
         # Without `top_k` the divergence is in the advantages already, and here only measured.
         coef = config.teacher_weight if config.top_k else 0.0
         return replace(loss, teacher=Teacher(log_probs, coef, is_reference=not config.has_own_teacher))
+
+    def _is_judged(self, batch: PackedBatch) -> Tensor:
+        # The teacher judges every token; a reward is added if there is one.
+        return has_reward(batch) | (batch[ROW_DRAWN].values > 0)
 
 
 class SFT(Algorithm[SFTConfig]):

@@ -399,10 +399,10 @@ class FrozenEngine(Protocol):
 class TopTokensEngine(FrozenEngine, Protocol):
     """A `FrozenEngine` that also gives a distribution's most likely tokens."""
 
-    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
-        """Return the K most likely tokens where each drawn token was drawn, int32 [A, K], most likely first, and their
-        log-probabilities under the tempered distribution, float32 [A, K]; K is `k`, or the vocabulary if that is
-        smaller."""
+    def top_log_probs(self, batch: Sequences, k: int, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the K most likely of the first `num_tokens` tokens where each drawn token was drawn, int32 [A, K],
+        most likely first, and their log-probabilities under the whole tempered distribution, float32 [A, K]; K is
+        smaller than `k` if there are fewer tokens."""
 
 
 class TrainedEngine(Protocol):

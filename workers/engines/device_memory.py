@@ -9,12 +9,13 @@ F width of the MLP, V vocabulary; T tokens of a micro-batch; c bytes of a number
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from workers.engines.lora import trained_parameters
-from workers.settings.engines import ActorConfig, RefConfig, TrainingConfig
+from workers.settings.engines import ActorConfig, RefConfig, TeacherConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.megatron import MegatronConfig, MegatronLayout
 from workers.settings.run import RunConfig
@@ -25,6 +26,8 @@ LOGITS_TILE = 2**25  # logits that the head holds at a time (`workers.engines.pa
 RUNTIME = 10**9
 
 Parts = dict[str, int]  # what takes memory -> bytes
+# Role -> the sizes of its models that are not the policy: a reference (`ref.path`), whoever has it, and teachers.
+OtherModels = Mapping[str, "Sequence[ModelSizes]"]
 # Parts that do not depend on rows and tokens. They follow from the number of parameters, whatever the model's sizes.
 STATE = ("weights", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies", "reference",
          "next version")  # fmt: skip
@@ -43,6 +46,11 @@ class ModelSizes:
     ffn_size: int
     vocab_size: int
     tied: bool
+
+    @staticmethod
+    def unknown(num_parameters: int) -> "ModelSizes":
+        """Return what stands for a model of which only the number of parameters is known."""
+        return ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
 
     @staticmethod
     def from_config(config: Mapping[str, Any], num_parameters: int | None = None) -> "ModelSizes | None":
@@ -120,27 +128,35 @@ class ModelSizes:
 
 
 def memory_of_roles(
-    config: RunConfig, model: ModelSizes, trained: int | None = None, *, has_ipc: bool = False
+    config: RunConfig,
+    model: ModelSizes,
+    trained: int | None = None,
+    others: OtherModels = MappingProxyType({}),
+    *,
+    has_ipc: bool = False,
 ) -> dict[str, Parts]:
     """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines.
 
     Args:
         trained: parameters that are trained; None: `ModelSizes.trained_parameters`.
+        others: without a role, its models are as large as the policy.
         has_ipc: processes share memory of the devices (`Vendor.has_ipc`).
     """
     trained = model.trained_parameters(config.lora) if trained is None else trained
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    divided = config.ref.shards if config.ref.engine == "fsdp" else 1
-    scored = -(-config.ref.micro_batch_size // divided) * longest
+    references = others.get("ref", (model,))
     for role, ranks in config.roles.items():
         if role == "actor" and config.actor.engine in ("fsdp", "megatron"):
-            roles[role] = _actor(config, model, ranks, longest, trained)
+            roles[role] = _actor(config, model, ranks, longest, trained, references)
         elif role == "critic":
             roles[role] = fsdp_memory(model, config.critic, ranks, _tokens(config.critic, longest))
         elif role in ("ref", "actor_fwd") and config.ref.engine in ("hf", "fsdp", "megatron"):
-            roles[role] = frozen_memory(model, copy, scored, config.ref)
+            held = references if role == "ref" else (model,)
+            roles[role] = _scorer(held, copy, longest, config.ref)
+        elif role == "teacher":
+            roles[role] = _scorer(others.get(role, (model,)), copy, longest, config.teacher)
         elif role in ("rollout", "evaluate"):
             sampling = config.rollout if role == "rollout" else config.evaluate.sampling(config.rollout)
             tokens = config.data.max_prompt_tokens + sampling.max_response_tokens
@@ -175,11 +191,13 @@ def memory_of_roles(
     return {role: parts | every for role, parts in roles.items()}
 
 
-def state_of_roles(config: RunConfig, num_parameters: int, trained: int) -> dict[str, int]:
+def state_of_roles(
+    config: RunConfig, num_parameters: int, trained: int, others: OtherModels = MappingProxyType({})
+) -> dict[str, int]:
     """Return how much state all ranks of each role have together: in host memory where they compute on the CPU, or
-    while they sleep. `trained`: parameters that the actor trains."""
-    model = ModelSizes(num_parameters, 1, 0, 0, 0, 0, 0, 0, tied=True)
-    return {role: config.roles[role] * _state(parts) for role, parts in memory_of_roles(config, model, trained).items()}
+    while they sleep. `trained`: parameters that the actor trains; `others`: as in `memory_of_roles`."""
+    found = memory_of_roles(config, ModelSizes.unknown(num_parameters), trained, others)
+    return {role: config.roles[role] * _state(parts) for role, parts in found.items()}
 
 
 def fsdp_memory(
@@ -242,7 +260,19 @@ def megatron_memory(
     )
 
 
-def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -> Parts:
+def _scorer(models: Sequence[ModelSizes], number: int, longest: int, scoring: RefConfig | TeacherConfig) -> Parts:
+    """Return what a rank has of models that compute one after the other: all weights, and the rest of the largest."""
+    divided = scoring.shards if scoring.engine == "fsdp" else 1
+    tokens = -(-scoring.micro_batch_size // divided) * longest
+    whole: Parts = {}
+    for model in models:
+        for name, size in frozen_memory(model, number, tokens, scoring).items():
+            before = whole.get(name, 0)
+            whole[name] = before + size if name == "weights" else max(before, size)
+    return whole
+
+
+def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig | TeacherConfig) -> Parts:
     """Return what a rank has of a model that only scores `tokens`: weights, one layer's activations, head tiles."""
     size, gathered, tensor = model.num_parameters, 0, 1
     # fsdp: weights c P / ranks; gathered: the root and two layers, c each. megatron: weights c p, p as in
@@ -250,7 +280,7 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
     if ref.engine == "fsdp":
         gathered = number * (model.outside_parameters + 2 * model.layer_parameters)
         size = size // ref.shards
-    elif ref.engine == "megatron":
+    elif isinstance(ref, RefConfig) and ref.engine == "megatron":
         layout = ref.megatron.layout(ref.megatron.ranks_per_copy)
         size, tensor, tokens = _megatron_parameters(model, layout), layout.tensor, -(-tokens // layout.context)
     parts = {
@@ -281,7 +311,9 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
     return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * model.cache_bytes(number, tensor)}
 
 
-def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: int) -> Parts:
+def _actor(
+    config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: int, references: Sequence[ModelSizes]
+) -> Parts:
     """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
     of_adapter = None if config.lora is None else trained
@@ -298,7 +330,8 @@ def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int, train
         copies = config.num_old_policies if config.reference_is_base else config.num_policy_copies
         parts["policy copies"] = copies * DTYPE_BYTES[actor.autocast] * own
     elif config.algorithm.kl_coef > 0 and "ref" not in config.roles and not config.reference_is_base:
-        parts["reference"] = DTYPE_BYTES[config.model.dtype] * model.num_parameters
+        held = sum(reference.num_parameters for reference in references)
+        parts["reference"] = DTYPE_BYTES[config.model.dtype] * held
     return {name: size for name, size in parts.items() if size}
 
 

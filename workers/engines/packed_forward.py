@@ -128,11 +128,12 @@ def head_results(
 
 @torch.no_grad()
 def head_top_log_probs(
-    hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, temperature: float, k: int
+    hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, temperature: float, k: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens at each place, int64 [A, K], and their log-probabilities, float32 [A, K].
+    """Return the `k` most likely of the first `num_tokens` tokens at each place, int64 [A, K], and their
+    log-probabilities under the whole distribution, float32 [A, K].
 
-    K is the size of the vocabulary if that is smaller than `k`. No rank may hold other rows of the head.
+    K is smaller than `k` if there are fewer tokens. No rank may hold other rows of the head.
     """
     request = HeadRequest(hidden_AD.new_zeros(len(hidden_AD), dtype=torch.int64), temperature, entropy=False)
     tiles = _Tiles(hidden_AD, weight_VD, bias_V, request)
@@ -140,7 +141,8 @@ def head_top_log_probs(
     best_AK = torch.empty(len(hidden_AD), 0, dtype=tiles.dtype, device=hidden_AD.device)
     ids_AK = torch.empty(len(hidden_AD), 0, dtype=torch.int64, device=hidden_AD.device)
     for rows, z_An in tiles:
-        found_AK, column_AK = z_An.topk(min(k, z_An.shape[1]), dim=1)
+        known_An = z_An[:, : max(0, num_tokens - rows.start)]
+        found_AK, column_AK = known_An.topk(min(k, known_An.shape[1]), dim=1)
         best_AK, ids_AK = torch.cat([best_AK, found_AK], 1), torch.cat([ids_AK, column_AK + rows.start], 1)
         best_AK, column_AK = best_AK.topk(min(k, best_AK.shape[1]), dim=1)
         ids_AK = ids_AK.gather(1, column_AK)
@@ -596,17 +598,19 @@ def _whole_results(model: nn.Module, inputs: PackedInputs, temperature: float, *
 
 
 @torch.no_grad()
-def response_top_log_probs(model: nn.Module, inputs: PackedInputs, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+def response_top_log_probs(
+    model: nn.Module, inputs: PackedInputs, temperature: float, k: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Return the `k` most likely tokens where each drawn token was drawn, int32 [A, K], and their log-probabilities,
     float32 [A, K]; see `head_top_log_probs`."""
     head = _tiled_head(model)
     if head is None:
-        log_probs_AV = (response_logits(model, inputs) / temperature).log_softmax(-1)
+        log_probs_AV = (response_logits(model, inputs) / temperature).log_softmax(-1)[:, :num_tokens]
         log_probs_AK, ids_AK = log_probs_AV.topk(min(k, log_probs_AV.shape[1]), dim=-1)
         return ids_AK.int(), log_probs_AK
-    found_RJ = _through_head(model, inputs, head, partial(_top_forward, head, temperature, k))
+    found_RJ = _through_head(model, inputs, head, partial(_top_forward, head, temperature, k, num_tokens))
     if found_RJ is None:
-        return response_top_log_probs(model, inputs, temperature, k)
+        return response_top_log_probs(model, inputs, temperature, k, num_tokens)
     ids_AK, log_probs_AK = found_RJ.chunk(2, dim=-1)
     return ids_AK.int(), log_probs_AK
 
@@ -657,9 +661,11 @@ def _head_forward(head: nn.Linear, request: HeadRequest, hidden_AD: Tensor) -> T
     return torch.cat([found_A2, pad(others_P, (0, len(others_P) % 2)).view(-1, 2)])
 
 
-def _top_forward(head: nn.Linear, temperature: float, k: int, hidden_AD: Tensor) -> Tensor:
+def _top_forward(head: nn.Linear, temperature: float, k: int, num_tokens: int, hidden_AD: Tensor) -> Tensor:
     """Return [A, 2 K]: ids, which float32 holds up to 2^24, and log-probabilities."""
-    ids_AK, log_probs_AK = head_top_log_probs(hidden_AD, head.weight, head.bias, temperature=temperature, k=k)
+    ids_AK, log_probs_AK = head_top_log_probs(
+        hidden_AD, head.weight, head.bias, temperature=temperature, k=k, num_tokens=num_tokens
+    )
     return torch.cat([ids_AK.to(log_probs_AK.dtype), log_probs_AK], dim=1)
 
 

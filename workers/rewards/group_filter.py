@@ -42,29 +42,40 @@ class GroupFilter:
         )
         self._pool.until_ready()
 
-    def refused(self, groups: Sequence[int], rewards: Sequence[float]) -> frozenset[int]:
+    def refused(
+        self, groups: Sequence[int], rewards: Sequence[float], turns: Sequence[Sequence[float]] = ()
+    ) -> frozenset[int]:
         """Return the ids of whole groups that are not to be trained on.
 
-        `groups` and `rewards` have an entry per response. Responses whose reward failed (NaN) are ignored. A group
-        without any reward (`zero_variance`: with fewer than two) cannot be judged, and is kept: its advantages are
-        zero, and the trainer counts the failures. So is a partial group, which only a crash in the middle of a put
-        leaves behind. Raises UserCodeFailed if the user's function raised, hung, or did not return a bool.
+        Responses whose reward failed (NaN) are ignored. A group without any reward (`zero_variance`: with fewer than
+        two) cannot be judged, and is kept: its advantages are zero, and the trainer counts the failures. So is a
+        partial group, which only a crash in the middle of a put leaves behind. Raises UserCodeFailed if the user's
+        function raised, hung, or did not return a bool.
+
+        Args:
+            groups, rewards, turns: of each response: its group, its reward, the rewards of its turns.
+            turns: empty unless turns are credited by themselves: equal sums of other turns teach something.
         """
-        members: dict[int, list[float]] = {}
-        for group, reward in zip(groups, rewards, strict=True):
-            members.setdefault(group, []).append(reward)
-        whole = {group: own for group, own in members.items() if len(own) == self._group_size}
-        known = {group: [reward for reward in own if not math.isnan(reward)] for group, own in whole.items()}
-        return frozenset(group for group, own in known.items() if own and not self._keeps_group(own))
+        members: dict[int, list[int]] = {}
+        for place, group in enumerate(groups):
+            members.setdefault(group, []).append(place)
+        refused = set()
+        for group, places in members.items():
+            known = [place for place in places if not math.isnan(rewards[place])]
+            own = [rewards[place] for place in known]
+            apart = [turns[place] if turns else (rewards[place],) for place in known]
+            if len(places) == self._group_size and known and not self._keeps_group(own, apart):
+                refused.add(group)
+        return frozenset(refused)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
 
-    def _keeps_group(self, rewards: Sequence[float]) -> bool:
+    def _keeps_group(self, rewards: Sequence[float], turns: Sequence[Sequence[float]]) -> bool:
         if self._pool is None:
-            trained = array("f", rewards)  # as advantages see them: sums of turns' rewards differ in their last digits
-            return len(rewards) == 1 or min(trained) < max(trained)
+            # As advantages see them: sums of turns' rewards differ in their last digits.
+            return len(turns) == 1 or len({tuple(array("f", own)) for own in turns}) > 1
         on = f"rewards {rewards}"
         kept = self._pool.call_and_wait(list(rewards), on=on)
         if not isinstance(kept, bool):

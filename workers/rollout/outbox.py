@@ -238,17 +238,20 @@ class Outbox:
                 if TURN_REWARDS in self._outputs:
                     columns[TURN_REWARDS] = turn_rewards_column(rollouts, scores)
                 self._write_samples(lease, rollouts, scores)
-            if self._teaches_nothing(lease, rows, scores):
+            if self._teaches_nothing(lease, rows, scores, columns.get(TURN_REWARDS)):
                 lease.lease.filter(rows)
             else:
                 lease.lease.put(columns, rows)
 
-    def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredResponse]) -> bool:
+    def _teaches_nothing(
+        self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredResponse], turns: Column | None
+    ) -> bool:
         """Return whether the filter refuses these rows of one group."""
         if self._filter is None:
             return False
         groups = [lease.group_of(row) for row in rows]
-        return bool(self._filter.refused(groups, [score.reward for score in scores]))
+        apart = [] if turns is None else [own.tolist() for own in turns.rows()]
+        return bool(self._filter.refused(groups, [score.reward for score in scores], apart))
 
     def _write_samples(
         self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]

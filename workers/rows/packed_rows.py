@@ -80,6 +80,16 @@ class Sequences:
         drawn_T = self.response_mask_T.bool()
         return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
 
+    def clamped(self, num_tokens: int) -> "Sequences":
+        """Return the samples for a model with `num_tokens` tokens; those beyond become its last one.
+
+        Only padded embeddings of the policy have such tokens. They are no text, and hardly ever drawn.
+        """
+        most, kept = num_tokens - 1, self.kept
+        if kept is not None:
+            kept = TokenSets(kept.ids_P.clamp(max=most), kept.counts_A)
+        return replace(self, tokens_T=self.tokens_T.clamp(max=most), kept=kept)
+
     def part(self, samples: slice, tokens: slice) -> "Sequences":
         """Return neighbouring samples, of which `tokens` are the tokens."""
         mask_T = self.response_mask_T[tokens]

@@ -33,7 +33,7 @@ from workers.settings.dataflow import REF_TOP_COLUMNS, SOURCES, TASKS, TEACHER, 
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
-from workers.tasks.reference import ReferencePolicy, reference_step
+from workers.tasks.reference import ReferencePolicy, reference_step, tokens_of
 
 # Number of whole groups whose advantages are computed at a time.
 _GROUPS = 8
@@ -136,6 +136,7 @@ class ReferenceLogProbs(ColumnTask):
         algorithm = config.algorithm
         is_teacher = isinstance(algorithm, DistillConfig) and not algorithm.has_own_teacher
         self._top_k = algorithm.top_k if isinstance(algorithm, DistillConfig) and is_teacher else 0
+        self._num_tokens = tokens_of(config.model.path)
         self._reference = ReferencePolicy(context, hosted=engine is not None)
         self._is_hosted = engine is not None
 
@@ -144,7 +145,7 @@ class ReferenceLogProbs(ColumnTask):
         held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
         if self._top_k:
-            found = self._reference.top_log_probs(sequences_of(batch), self._top_k)
+            found = self._reference.top_log_probs(sequences_of(batch), self._top_k, num_tokens=self._num_tokens)
             return {name: drawn_column(value_AK, batch) for name, value_AK in zip(REF_TOP_COLUMNS, found, strict=True)}
         return {"ref_log_probs": drawn_column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
@@ -181,6 +182,8 @@ class TeacherLogProbs(ColumnTask):
         context.report_state(STARTING, LOADING)
         paths = dict.fromkeys(config.teacher.models.values())
         self._teachers = {path: load_teacher(config, Path(path), device=context.device) for path in paths}
+        self._known_tokens = {path: tokens_of(path) for path in paths}
+        self._num_tokens = tokens_of(config.model.path)
         self._path = config.teacher.path
 
     def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
@@ -201,10 +204,12 @@ class TeacherLogProbs(ColumnTask):
 
     def _columns_of(self, path: str | None, batch: PackedBatch) -> Mapping[str, Column]:
         assert path is not None, "the algorithm's check refuses rows without a teacher"
-        teacher, sequences, k = self._teachers[path], sequences_of(batch), self._algorithm.top_k
+        teacher, k = self._teachers[path], self._algorithm.top_k
+        sequences = sequences_of(batch).clamped(self._known_tokens[path])
         if not k:
             return {TEACHER: drawn_column(teacher.log_probs(sequences), batch)}
-        found = teacher.top_log_probs(sequences, k)
+        # Its embeddings may be padded to more tokens than the policy has.
+        found = teacher.top_log_probs(sequences, k, num_tokens=self._num_tokens)
         return {name: drawn_column(value_AK, batch) for name, value_AK in zip(TEACHER_TOP_COLUMNS, found, strict=True)}
 
 

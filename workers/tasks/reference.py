@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
+from workers.data.model_files import vocabulary_size
 from workers.engines.base import FrozenEngine, TopTokensEngine
 from workers.engines.load_engine import load_frozen_model
 from workers.engines.weight_path import open_receiver
@@ -38,6 +39,11 @@ def reference_step(step: int, interval: int) -> int:
     """Return the step whose weights are the reference of `step` (from 1); 0: the initial model. Interval 0: it never
     changes."""
     return 0 if interval == 0 else (step - 1) // interval * interval
+
+
+def tokens_of(model_dir: str) -> int:
+    """Return how many tokens a model's embeddings have; more than any has, where config.json does not say."""
+    return vocabulary_size(Path(model_dir)) or 2**31 - 1
 
 
 def saved_reference(context: WorkerContext, completed: int) -> Path | None:
@@ -87,6 +93,7 @@ class ReferencePolicy:
         weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
         context.report_state(STARTING, LOADING)
         self._model = load_frozen_model(config, device=context.device, weights_dir=weights_dir)
+        self._num_tokens = tokens_of(config.ref.path) if config.ref.path is not None else None
         self._receiver: WeightReceiver | None = None
         if self._interval:
             needs = self._model.weight_needs()
@@ -120,13 +127,16 @@ class ReferencePolicy:
         if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
             self._load_weights(self._receiver, needed)
         with self.computing():
-            return self._model.log_probs(batch)
+            return self._model.log_probs(self._known(batch))
 
-    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+    def top_log_probs(self, batch: Sequences, k: int, *, num_tokens: int) -> tuple[Tensor, Tensor]:
         """See `TopTokensEngine`; only for a reference that stays the same."""
         assert isinstance(self._model, TopTokensEngine), "the algorithm's check refuses other engines"
         with self.computing():
-            return self._model.top_log_probs(batch, k)
+            return self._model.top_log_probs(self._known(batch), k, num_tokens=num_tokens)
+
+    def _known(self, batch: Sequences) -> Sequences:
+        return batch if self._num_tokens is None else batch.clamped(self._num_tokens)
 
     def computing(self) -> AbstractContextManager[None]:
         """Enter while ranks that share the model compute together; see `SharedReceiver`."""

@@ -1,20 +1,26 @@
 """On-policy distillation: each token is compared with the teacher."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncflow.errors import ConfigError
+from launcher.checks.models import check_models
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
 from workers.algorithms.parts import PolicyLoss, top_reverse_kl
+from workers.engines.device_memory import state_of_roles
 from workers.settings.algorithms import DistillConfig
 from workers.settings.dataflow import REF_TOP_COLUMNS, TEACHER_TOP_COLUMNS, place_tasks
+from workers.settings.run import RunConfig
 
 LENGTHS = (2, 0, 3, 1)
 POLICY = [-1.0, -0.5, -2.0, -30.0, -0.1, -0.2]
@@ -52,8 +58,21 @@ def test_rewards_are_added_as_grpo_compares_them() -> None:
 
 
 def test_a_reward_that_failed_leaves_its_tokens_the_teachers() -> None:
-    found = advantages(DistillConfig(reward_coef=1.0), [float("nan"), 0.0, 0.0, 1.0])
+    failed = [float("nan"), float("nan"), 0.0, 1.0]
+    found = advantages(DistillConfig(reward_coef=1.0), failed)
     assert found.values[:2].tolist() == pytest.approx([0.5, 0.0])
+    drawn = torch.tensor(LENGTHS, dtype=torch.int32)
+    rows = batch(failed).with_columns(
+        {
+            "sample_drawn": Column.of_scalars(drawn),
+            "row_drawn": Column.of_scalars(drawn),
+            "row_begins": Column.of_scalars(torch.ones(4, dtype=torch.bool)),
+            "truncated": Column.of_scalars(torch.zeros(4)),
+        }
+    )
+    counts = Distill(DistillConfig(), max_response_tokens=4, mask_truncated=False).counts(rows)
+    # The second row drew nothing, so nobody judges it.
+    assert (counts.tokens, counts.sequences, counts.responses) == (6, 3, 3)
 
 
 def test_without_a_teacher_nothing_starts() -> None:
@@ -218,3 +237,71 @@ def test_a_teacher_that_nothing_asks_is_refused(tmp_path: Path) -> None:
         check_rules(config, AT_START)
     with pytest.raises(ConfigError, match="kl_coef and teacher_coef are both 0"):
         load_config(find_recipe("quickstart"), overrides=("algorithm={name: distill, kl_coef: 0}",))
+
+
+def with_other_model(path: Path, *settings: str, own_teacher: bool, **config: object) -> RunConfig:
+    """The quickstart with a teacher like its policy, but for its config.json."""
+    shutil.copytree(find_recipe("quickstart").parent / "quickstart" / "model", path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | config))
+    coef, key, role = ("teacher_coef", "teacher.path", "teacher") if own_teacher else ("kl_coef", "ref.path", "ref")
+    given = (f"algorithm={{name: distill, {coef}: 1.0}}", f"{key}={path}", *settings)
+    return load_config(find_recipe("quickstart"), overrides=given, roles=f"rollout:1,actor:1,{role}:1")
+
+
+@pytest.mark.parametrize("own_teacher", [False, True])
+def test_a_teacher_that_cannot_compute_the_student_s_samples_is_refused(tmp_path: Path, own_teacher: bool) -> None:
+    key = "teacher.path" if own_teacher else "ref.path"
+    enough = with_other_model(tmp_path / "enough", own_teacher=own_teacher, max_position_embeddings=12)
+    check_models(enough)
+    few = with_other_model(tmp_path / "few", own_teacher=own_teacher, max_position_embeddings=11)
+    with pytest.raises(
+        ConfigError, match=f"^{key}: .*/few has 11 positions, but prompt and response may have 12 tokens"
+    ):
+        check_models(few)
+    turns = ("rollout.function=own:rollout", "rollout.max_context_tokens=13")
+    talks = with_other_model(tmp_path / "talks", *turns, own_teacher=own_teacher, max_position_embeddings=12)
+    with pytest.raises(ConfigError, match=f"^{key}: .*/talks has 12 positions, but a turn .* may have 13 tokens"):
+        check_models(talks)
+
+
+def test_more_likeliest_tokens_than_there_are_tokens_are_refused(tmp_path: Path) -> None:
+    config = with_other_model(tmp_path / "one", "algorithm.top_k=17", own_teacher=True)
+    with pytest.raises(ConfigError, match=r"^algorithm.top_k: 17 is more than the 16 tokens of model.path .*; set it"):
+        check_models(config)
+
+
+@pytest.mark.parametrize("own_teacher", [False, True])
+def test_the_memory_of_a_teacher_is_that_of_its_own_size(tmp_path: Path, own_teacher: bool) -> None:
+    """Where it has a role, and where the actor has it."""
+    other = tmp_path / "large"
+    config = with_other_model(other, "launcher.device_memory_gb=80", own_teacher=own_teacher)
+    weights = load_file(other / "model.safetensors")
+    save_file(weights | {"model.more.weight": torch.zeros(1_000_000)}, other / "model.safetensors")
+    models = check_models(config)
+    large = models.num_parameters + 1_000_000
+    assert models.memory["teacher" if own_teacher else "ref"]["weights"] == 4 * large
+    if not own_teacher:
+        hosted = config.model_copy(update={"roles": {"rollout": 1, "actor": 1}})
+        assert check_models(hosted).memory["actor"]["reference"] == 4 * large
+        assert state_of_roles(hosted, 1, 1, models.others)["actor"] == 16 + 4 * large
+
+
+def test_the_memory_of_several_teachers_is_that_of_all(tmp_path: Path) -> None:
+    """Each model once, whatever the number of its sources; and of their passes that of the largest."""
+    source = "{path: quickstart/train.jsonl, name: %s}"
+    mixture = ", ".join(source % name for name in "abc")
+    small = shutil.copytree(find_recipe("quickstart").parent / "quickstart" / "model", tmp_path / "small")
+    settings = (
+        "data.path=null",
+        f"data.mixture=[{mixture}]",
+        f"teacher.sources={{a: {{path: {small}}}, b: {{path: {small}}}}}",
+        "launcher.device_memory_gb=80",
+    )
+    models = check_models(with_other_model(tmp_path / "rest", *settings, own_teacher=True))
+    assert models.memory["teacher"]["weights"] == 2 * 4 * models.num_parameters
+    one = check_models(with_other_model(tmp_path / "one", "launcher.device_memory_gb=80", own_teacher=True))
+    both = [
+        {name: size for name, size in each.memory["teacher"].items() if name != "weights"} for each in (models, one)
+    ]
+    assert both[0] == both[1]

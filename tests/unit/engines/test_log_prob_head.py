@@ -191,10 +191,13 @@ def test_other_tokens_and_their_gradients_are_those_of_whole_logits(
 
 
 @pytest.mark.parametrize("k", [1, 7, V, V + 5])
-def test_most_likely_tokens_are_those_of_whole_logits(k: int) -> None:
+@pytest.mark.parametrize("known", [V, V - 9])
+def test_most_likely_tokens_are_those_of_whole_logits(k: int, known: int) -> None:
+    """Also if the embeddings are padded: to more tokens than are `known` where the numbers are used."""
     hidden, weight, bias, _ = inputs(torch.float64)
-    expected = (torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE).log_softmax(-1).topk(min(k, V))
-    ids, log_probs = head_top_log_probs(hidden, weight, bias, temperature=TEMPERATURE, k=k)
+    whole = (torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE).log_softmax(-1)
+    expected = whole[:, :known].topk(min(k, known))
+    ids, log_probs = head_top_log_probs(hidden, weight, bias, temperature=TEMPERATURE, k=k, num_tokens=known)
     torch.testing.assert_close((ids, log_probs), (expected.indices, expected.values.detach()))
 
 
@@ -204,7 +207,7 @@ def test_no_tensor_of_other_or_most_likely_tokens_is_larger_than_a_tile() -> Non
     with Largest() as seen:
         request = HeadRequest(targets, TEMPERATURE, entropy=False, others=OtherTokens.of(sets, torch.device("cpu")))
         head_results(hidden, weight, None, request)[2].sum().backward()  # type: ignore[no-untyped-call]
-        head_top_log_probs(hidden, weight, None, temperature=TEMPERATURE, k=4)
+        head_top_log_probs(hidden, weight, None, temperature=TEMPERATURE, k=4, num_tokens=V)
     assert seen.size == V * D < A * V
 
 
@@ -323,6 +326,6 @@ def test_a_model_that_changes_its_logits_is_computed_as_a_whole(tmp_path: Path, 
             log_prob_head._whole_logits.clear()
         others = response_results(model, packed, 1.0).others_P.view(drawn, 13)
         torch.testing.assert_close(others.gather(1, packed.targets_A[:, None])[:, 0], found)
-        ids, best = response_top_log_probs(model, packed, 1.0, 3)
+        ids, best = response_top_log_probs(model, packed, 1.0, 3, 13)
         torch.testing.assert_close(best, others.topk(3).values.detach())
         torch.testing.assert_close(others.gather(1, ids.long()).detach(), best)

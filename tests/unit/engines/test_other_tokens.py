@@ -31,7 +31,7 @@ from workers.settings.engines import ActorConfig
 from workers.settings.rollout import RolloutConfig
 from workers.settings.run import ModelConfig
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import TeacherLogProbs
+from workers.tasks.column_tasks import ReferenceLogProbs, TeacherLogProbs
 
 CPU = torch.device("cpu")
 TEMPERATURE, K = 0.9, 4
@@ -77,7 +77,7 @@ def whole_log_probs(path: Path, batch: Sequences) -> tuple[torch.nn.Module, Tens
 @pytest.mark.parametrize("kind", ["hf", "fsdp"])
 def test_most_likely_tokens_of_a_frozen_model(model_dir: Path, groups: Sequences, kind: str) -> None:
     _, expected = whole_log_probs(model_dir, groups)
-    ids, log_probs = frozen(model_dir, kind).top_log_probs(groups, K)
+    ids, log_probs = frozen(model_dir, kind).top_log_probs(groups, K, num_tokens=13)
     assert ids.dtype == torch.int32 and log_probs.dtype == torch.float32
     torch.testing.assert_close(log_probs.double(), expected.detach().topk(K).values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(expected.detach().gather(1, ids.long()), log_probs.double(), rtol=1e-5, atol=1e-5)
@@ -101,7 +101,7 @@ def test_distilled_gradient_is_that_of_the_whole_distributions(
     (0.5 * expected / groups.num_drawn).backward()
 
     algorithm = Distill(DistillConfig(kl_coef=0.5, top_k=k), max_response_tokens=8, mask_truncated=False)
-    ids, log_probs = frozen(teacher, "hf").top_log_probs(groups, k)
+    ids, log_probs = frozen(teacher, "hf").top_log_probs(groups, k, num_tokens=13)
     rows = rows_of(groups)
     top = {"ref_top_ids": drawn_column(ids, rows), "ref_top_log_probs": drawn_column(log_probs, rows)}
     samples = samples_of(rows.with_columns(top))
@@ -178,6 +178,39 @@ def test_each_source_has_its_teacher(
     assert set(found) == (set(TEACHER_TOP_COLUMNS) if top_k else {"teacher_log_probs"})
     for row, (ours, source) in enumerate(zip(found[name].rows(), sources, strict=True)):
         torch.testing.assert_close(ours, expected[source == "other"][row].flatten(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, K])
+@pytest.mark.parametrize("own_teacher", [False, True])
+def test_embeddings_may_be_padded_to_other_sizes(
+    make_model_dir: Callable[..., Path], groups: Sequences, top_k: int, own_teacher: bool
+) -> None:
+    """A teacher's likeliest tokens are some that the student has; a token that it lacks itself becomes its last one."""
+    student, wide, narrow = (
+        make_model_dir(),
+        make_model_dir(seed=1, vocab_size=40),
+        make_model_dir(seed=2, vocab_size=8),
+    )
+    known = replace(groups, tokens_T=groups.tokens_T.clamp(max=7))
+    for path, seen in ((wide, groups), (narrow, known)):
+        teacher = f"teacher={{path: {path}}}" if own_teacher else f"ref.path={path}"
+        given = [
+            f"algorithm={{name: distill, {'teacher' if own_teacher else 'kl'}_coef: 1.0, top_k: {top_k}}}",
+            *(teacher, f"model.path={student}", "model.dtype=float32", f"rollout.temperature={TEMPERATURE}"),
+        ]
+        config = load_config(find_recipe("quickstart"), overrides=given)
+        context = SimpleNamespace(
+            config=config, device=CPU, report_state=lambda *_: None, rank=0, start_step=0, job=SimpleNamespace()
+        )
+        task = TeacherLogProbs(context) if own_teacher else ReferenceLogProbs(context)  # type: ignore[arg-type]
+        found = task.compute_columns(rows_of(groups), 1)
+        with torch.no_grad():
+            _, whole = whole_log_probs(path, seen)
+        drawn = seen.tokens_T[seen.response_mask_T.bool()]
+        expected = whole[:, :13].topk(K).values if top_k else whole.gather(1, drawn[:, None])
+        name = next(name for name in found if name.endswith("log_probs"))
+        torch.testing.assert_close(found[name].values, expected.flatten().float(), rtol=1e-5, atol=1e-5)
+        assert not top_k or int(next(iter(found.values())).values.max()) < min(13, whole.shape[1])
 
 
 def kept_of(batch: Sequences, vocabulary: int) -> TokenSets:

@@ -26,6 +26,7 @@ from launcher.doctor.estimate import (
 )
 from launcher.doctor.findings import Order
 from launcher.request.request import Accepted, Request
+from workers.settings.algorithms import DistillConfig
 
 WriteConfig = Callable[..., Path]
 PARAMETERS = 1_000_000
@@ -167,6 +168,10 @@ def test_rows_of_the_queue() -> None:
     assert queue_bytes(retained) == 512 * (2 + 5) * 12 * 24
     spilled = preflight("tq.retain_until_checkpoint=true", "tq.spill_directory=/tmp").config
     assert queue_bytes(spilled) == 512 * 2 * 12 * 24
+    kept = preflight("rollout.keep_sampling_mask=true", "rollout.top_k=10").config
+    assert queue_bytes(kept) == 512 * 2 * (12 * 24 + 4 * 4 * 10)
+    taught = config.model_copy(update={"algorithm": DistillConfig(top_k=16)})
+    assert queue_bytes(taught) == 512 * 2 * (12 * 24 + 4 * 8 * 16)
 
 
 @pytest.mark.parametrize(

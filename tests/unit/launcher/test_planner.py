@@ -230,6 +230,13 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
         recorded_lengths(tmp_path / "absent", seed=0)
 
 
+def test_a_teacher_is_not_planned_as_if_it_took_no_time(tmp_path: Path) -> None:
+    given = ("algorithm={name: distill, teacher_coef: 1.0}", f"teacher.path={tmp_path}")
+    config = load_config(find_recipe("quickstart"), overrides=given, roles="rollout:1,actor:1,teacher:1")
+    with pytest.raises(ConfigError, match="roles: teacher cannot be planned, since how long"):
+        open_planner(config, devices=3, device="cpu").find_plans()
+
+
 def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
     config = load_config(find_recipe("quickstart-tools"))
     with pytest.raises(ConfigError, match="--lengths RUN_DIR"):

@@ -46,6 +46,12 @@ def test_ranks_that_make_no_whole_copies_are_refused(configure: Configure) -> No
         place_gangs(configure("rollout:2,actor:2,ref:6", ref=MEGATRON), Devices("cpu"))
 
 
+def test_a_teacher_that_makes_no_whole_copies_is_refused_by_its_own_setting(configure: Configure) -> None:
+    config = configure("rollout:2,actor:2,teacher:3", teacher={"engine": "fsdp", "shards": 2})
+    with pytest.raises(ConfigError, match=r"teacher:3 makes no whole copies of 2 ranks \(teacher.shards\); give a"):
+        place_gangs(config, Devices("cpu"))
+
+
 def test_a_copy_larger_than_a_node_is_refused(configure: Configure) -> None:
     config = configure("rollout:2,actor:2,ref:8", ref=MEGATRON)
     with pytest.raises(

@@ -585,14 +585,15 @@ class FsdpFrozenModel(FsdpCopy):
         check_sequences(batch, vocab_size=self._vocab_size)
         return over_ranks(batch, super().log_probs, count=lambda part: part.num_drawn)
 
-    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
+    def top_log_probs(self, batch: Sequences, k: int, *, num_tokens: int) -> tuple[Tensor, Tensor]:
         """See `TopTokensEngine`; computed like `log_probs`."""
         check_sequences(batch, vocab_size=self._vocab_size)
-        k = min(k, self._vocab_size)
+        k = min(k, num_tokens, self._vocab_size)
 
         @torch.no_grad()
         def compute(part: Sequences | None) -> Tensor:
-            ids_AK, log_probs_AK = response_top_log_probs(self._model, self._inputs(part), self._temperature, k)
+            inputs, temperature = self._inputs(part), self._temperature
+            ids_AK, log_probs_AK = response_top_log_probs(self._model, inputs, temperature, k, num_tokens)
             reshard(self._model)
             # In one vector, since ranks exchange one; float32 holds ids up to 2^24.
             return torch.cat([ids_AK.to(log_probs_AK.dtype), log_probs_AK], dim=1).flatten()

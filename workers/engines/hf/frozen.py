@@ -121,8 +121,8 @@ class FrozenModel(OffloadedState):
     def log_probs(self, batch: Sequences) -> Tensor:
         return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]
 
-    def top_log_probs(self, batch: Sequences, k: int) -> tuple[Tensor, Tensor]:
-        return response_top_log_probs(self._model, self._inputs(batch), self._temperature, k)
+    def top_log_probs(self, batch: Sequences, k: int, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return response_top_log_probs(self._model, self._inputs(batch), self._temperature, k, num_tokens)
 
 
 class RewardModel(OffloadedState):
@@ -165,10 +165,7 @@ class RewardModel(OffloadedState):
     def score_samples(self, batch: Sequences) -> Tensor:
         """Return float32 [N] (float64 for a float64 model): what transformers' model returns for each sample alone.
         Raises BadRequest, see `check_sequences`."""
-        # Only padded embeddings of the policy have tokens beyond the vocabulary; they are no text, and become its last
-        # token.
-        tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)
-        read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.response_mask_T))
+        read = _with_one_more(batch.clamped(self._vocab_size))
         check_sequences(read, vocab_size=self._vocab_size)
         if not self._shared:
             return self._score_packed(read)
