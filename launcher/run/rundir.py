@@ -204,6 +204,17 @@ def held_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_inside(path: Path, run_dir: Path) -> bool:
+    """Return whether a file is in the run's directory and not behind a link that leads out of it.
+
+    A run may come from somebody else, and what is shown of it may go to somebody else.
+    """
+    try:
+        return path.resolve(strict=True).is_relative_to(run_dir.resolve())
+    except OSError:
+        return False
+
+
 def running_launcher(run_dir: Path) -> int | None:
     """Return the process id of the launcher that runs `run_dir` on this host now, or None."""
     try:
