@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
-from asyncflow.run_files import CONFIG_FILE, REPORT_FILE
+from asyncflow.run_files import REPORT_FILE
 from launcher.process.progress import accuracy_text
 from launcher.report.report import read_curves
 from launcher.run.several_runs import LAST_STEPS
@@ -51,14 +51,13 @@ def write_report(run_dir: Path) -> Path:
     state = run.state()
     environment = Environment(loader=PackageLoader("launcher.view", "page"), autoescape=True)
     try:
-        settings = (run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
         data = {
             "state": {"control": False, "runs": [state]},
             "samples": _samples(run),
             "logs": _logs(run),
             "account": run.account(),
             "timeline": run.timeline(_TIMELINE_S),
-            "settings": {"text": [settings], "differences": []},
+            "settings": {"text": [run.settings_text()], "differences": []},
         }
         figures = run.final_figures(_FIGURES, LAST_STEPS)
         text = environment.get_template("report.html.jinja").render(
