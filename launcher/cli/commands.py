@@ -386,7 +386,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
         from launcher.process.progress import plain
-        from launcher.run.rundir import newest_run
+        from launcher.run.rundir import newest_run, write_inside
         from launcher.timeline.gantt_chart import GanttChart, gantt_html
         from launcher.timeline.run_timeline import RunTimeline, account_text, chrome_trace, recording_text
 
@@ -394,10 +394,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         timeline = RunTimeline.read(run_dir)
         account = timeline.account_by_role()
         chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
-        directory = run_dir / TIMELINE
-        (directory / "trace.json").write_text(chrome_trace(timeline), encoding="utf-8")
-        (directory / "gantt.html").write_text(gantt_html(chart, width=width), encoding="utf-8")
-        click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
+        for name, text in (("trace.json", chrome_trace(timeline)), ("gantt.html", gantt_html(chart, width=width))):
+            click.echo(f"wrote {write_inside(run_dir, f'{TIMELINE}/{name}', text)}")
         click.echo(plain(account_text(account)))
         click.echo(recording_text(timeline, measure_span_cost()))
 

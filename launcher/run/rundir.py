@@ -215,6 +215,19 @@ def is_inside(path: Path, run_dir: Path) -> bool:
         return False
 
 
+def write_inside(run_dir: Path, name: str, text: str) -> Path:
+    """Write a file of a run that may be somebody else's, and return its path: a link there is replaced, not followed.
+
+    Raises ConfigError if its directory is a link out of the run's, OSError if it cannot be written.
+    """
+    path = run_dir / name
+    if not is_inside(path.parent, run_dir):
+        raise ConfigError(f"RUN: {path.parent} is not in the run's directory; remove that link")
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
 def running_launcher(run_dir: Path) -> int | None:
     """Return the process id of the launcher that runs `run_dir` on this host now, or None."""
     try:

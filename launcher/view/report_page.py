@@ -16,6 +16,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import REPORT_FILE
 from launcher.process.progress import accuracy_text
 from launcher.report.report import read_curves
+from launcher.run.rundir import write_inside
 from launcher.run.several_runs import LAST_STEPS
 from launcher.view.run_reader import RunReader
 
@@ -69,10 +70,9 @@ def write_report(run_dir: Path) -> Path:
             styles=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.min.css", "view.css")],
             scripts=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.iife.min.js", "view.js")],
         )
-        (run_dir / REPORT_FILE).write_text(text, encoding="utf-8")
+        return write_inside(run_dir, REPORT_FILE, text)
     except OSError as error:
         raise ConfigError(f"RUN: no report can be written: {error}; make {run_dir} readable and writable") from error
-    return run_dir / REPORT_FILE
 
 
 def script_json(value: Any) -> str:

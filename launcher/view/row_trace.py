@@ -124,7 +124,8 @@ class RowIndex:
     def _open(self) -> sqlite3.Connection:
         try:
             self._path.parent.mkdir(exist_ok=True)
-            return self._connect(self._path)
+            if is_inside(self._path.parent, self._run_dir) and not self._path.is_symlink():
+                return self._connect(self._path)
         except sqlite3.DatabaseError:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

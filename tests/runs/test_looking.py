@@ -86,16 +86,16 @@ def test_a_paused_run_rests_between_two_steps_and_goes_on(tmp_path: Path, roles:
         assert command.last_step(run_dir) == paused_at
         process.send_signal(RESUME_SIGNAL)
         command.wait_until(lambda: command.last_step(run_dir) >= paused_at + 3, "steps after the pause")
-        assert text_of_pause(run_dir) == ""
+        command.wait_until(lambda: text_of_pause(run_dir) == "", "a status without a pause")
         paused_at = pause(process, run_dir)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=command.DEADLINE_S)
         assert process.returncode == 75, err
     assert "resumed, the run is not paused" in out and command.HUNG not in out
     paused = [line for line in command.lines(run_dir / "metrics.jsonl") if "paused_s" in line]
-    assert len(paused) == 1 and paused[0]["step_time_s"] < 30, paused
+    assert len(paused) == 1 and paused[0]["paused_s"] > 1 and paused[0]["step_time_s"] < 60, paused
     shares = RunTimeline.read(run_dir).account_by_role()
-    assert shares["rollout"]["paused"] > 0.1 and shares["actor"]["paused"] > 0.1, shares
+    assert shares["rollout"]["paused"] > 0.005 and shares["actor"]["paused"] > 0.005, shares
     done = command.run("--resume", "run", "--steps", str(paused_at + 3), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     command.check_ledger(run_dir, groups_per_step=8, last=paused_at + 3)

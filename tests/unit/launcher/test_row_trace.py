@@ -218,3 +218,10 @@ def test_no_name_in_a_trace_commands_the_terminal(run_dir: Path) -> None:
     line = {"task": "judge\x1b[2J", "token": 1, "step": 3, "rows": [6], "to": "a", "time_s": 7.0}
     append(run_dir / "trace" / "leases-controller-0.jsonl", line)
     assert "judge\\x1b[2J" in RowTrace.read(run_dir, 6).as_text()
+
+
+def test_an_index_that_is_a_link_is_neither_read_nor_written(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    (run_dir / "trace" / INDEX_FILE).symlink_to(other)
+    assert RowTrace.read(run_dir, 4).trained == [trained(2, 4, 5)]
+    assert not other.exists()

@@ -237,6 +237,15 @@ def test_a_configuration_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Pat
     assert "password" not in write_report(run_dir).read_text()
 
 
+def test_a_report_replaces_a_link_in_its_place_and_leaves_what_it_names(run_dir: Path, tmp_path: Path) -> None:
+    add_steps(run_dir, 1, 1)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (run_dir / "report.html").symlink_to(mine)
+    written = write_report(run_dir)
+    assert mine.read_text() == "mine" and not written.is_symlink() and "<html" in written.read_text()
+
+
 # The server
 
 
