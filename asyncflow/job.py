@@ -21,6 +21,8 @@ from asyncflow.errors import ConfigError
 from asyncflow.mac import Mac
 from asyncflow.run_files import JOB_FILE
 
+NO_PAUSE, PAUSING, PAUSED = "no", "pausing", "paused"
+"""How far a pause is that the user asked for: no step is admitted; and all that were are trained."""
 _ERROR_PREFIX = "error:"
 _LEFT_WELL = "ok"
 

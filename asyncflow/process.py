@@ -19,8 +19,9 @@ from asyncflow.errors import AsyncFlowError, RoleFailed, one_line
 PR_SET_PDEATHSIG = 1
 # More descriptors than a process has open when it starts.
 _MOST_DESCRIPTORS = 4096
+# What `asyncflow view --control` sends a launcher: save a checkpoint, admit no more steps, admit steps again.
+SAVE_SIGNAL, PAUSE_SIGNAL, RESUME_SIGNAL = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
 # What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message.
-SAVE_SIGNAL = signal.SIGRTMIN + 1  # asks a launcher for a checkpoint; `asyncflow view --control`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

@@ -1,7 +1,7 @@
 """What looking at a run costs: the page of `asyncflow view`, `asyncflow trace`, and the run that is looked at.
 
-    python benchmarks/view.py [--json [FILE]] [--only page|trace|overhead ...] [--steps 10000] [--seconds 20]
-                              [--rows 1000000] [--rounds 5] [--run-steps 60]
+    python benchmarks/view.py [--json [FILE]] [--only page|browser|rows|trace|live|overhead ...] [--steps 10000]
+                              [--seconds 20] [--rows 1000000] [--rounds 5] [--run-steps 60]
 
 `page` writes a run of 10,000 steps (60 figures a step, two samples), starts the command and asks like a page, while a
 step is added every half second:
@@ -13,7 +13,20 @@ step is added every half second:
     update_kb           median size of these (KB)
     samples_ms          twenty rollouts of the highest reward, all of them indexed (ms)
     server_mb           largest memory of the server (RSS, MB)
-    server_core_share   its processor time over the time in which it was asked every two seconds
+    server_core_share   its processor time over the time in which it was asked as a page does
+
+`browser` shows the same run in Chromium without a window (Playwright, Debian's `chromium`):
+
+    first_paint_s       from the request to the first contentful paint, mean of three loads (s)
+    first_curve_s       to the first drawn curve (s)
+    update_s            from a step's line to the page that has it, the longest of five (s); the page asks every 1.5 s
+
+`rows` writes a run that kept a million rollouts, and asks for twenty of them by order, and for a text:
+
+    rows_index_s        the first answer, which reads all of them (s)
+    rows_page_ms        median of the later ones (ms)
+    rows_search_s       those with a text that one of them has (s)
+    rows_server_mb      largest memory of the server (RSS, MB)
 
 `trace` writes the ledger and the kept rows of a run of a million rows, and looks some up while a step is added before
 each look:
@@ -23,8 +36,13 @@ each look:
     trace_lookup_ms     median of 50 later ones, from opening the index to the text (ms)
     trace_lookup_max_ms the longest of them (ms)
 
+`live` runs the quickstart and its page, which is asked as a browser does:
+
+    live_server_mb          largest memory of the page's server (RSS, MB)
+    live_server_core_share  its processor time over the time of the run
+
 `overhead` runs the quickstart in turn, without records of rows and without a page (`rollout.samples_per_step` 0), and
-with both, a page asking every two seconds:
+with both, and a page that asks:
 
     view_overhead       processor time of all processes of the run, with over without: mean of the rounds
     view_overhead_low, view_overhead_high   its 95 % interval (Student's t)
@@ -36,6 +54,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,11 +68,13 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
+from asyncflow.clock import HostClock
+from asyncflow.run_files import JOB_FILE
 from benchmarks import say
 from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
-POLL_S = 2.0
+POLL_S = 1.5
 STEP_S = 0.5
 NUM_FIGURES = 60
 
@@ -66,7 +87,10 @@ def step_line(step: int, draw: random.Random) -> str:
 def write_run(run_dir: Path, num_steps: int, draw: random.Random) -> None:
     (run_dir / "samples").mkdir(parents=True)
     (run_dir / "logs").mkdir()
-    (run_dir / "config.yaml").write_text(f"steps: {num_steps}\n")
+    (run_dir / "config.yaml").write_text(f"steps: {2 * num_steps}\n")
+    # This process is its launcher, so that it counts as live.
+    clock, now = {"host": HostClock.from_wall_clock().host}, time.time()
+    (run_dir / JOB_FILE).write_text(json.dumps({"clock": clock, "launcher_pid": os.getpid(), "started_at": now}))
     with (run_dir / "metrics.jsonl").open("w") as metrics:
         metrics.writelines(step_line(step, draw) for step in range(1, num_steps + 1))
     with (run_dir / "samples" / "rollout-0.jsonl").open("w") as samples:
@@ -124,6 +148,77 @@ def measure(run_dir: Path, seconds: float, num_steps: int, draw: random.Random) 
         "server_mb": memory / 1e6,
         "server_core_share": share,
     }
+
+
+def measure_browser(run_dir: Path, num_steps: int, draw: random.Random) -> dict[str, float]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise SystemExit("browser: playwright is not installed; pip install playwright") from error
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit("browser: there is no chromium; apt-get install chromium")
+    process = subprocess.Popen([COMMAND, "view", str(run_dir)], stdout=subprocess.PIPE, text=True)
+    paints, curves, updates = [], [], []
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+            for _ in range(3):
+                page = browser.new_page(viewport={"width": 1280, "height": 900})
+                began = time.monotonic()
+                page.goto(address)
+                page.wait_for_selector(".plot canvas", timeout=60_000)
+                curves.append(time.monotonic() - began)
+                paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+                paints.append(page.evaluate(paint) / 1e3)
+                if len(paints) < 3:
+                    page.close()
+            for step in range(num_steps + 1, num_steps + 6):
+                began = time.monotonic()
+                with (run_dir / "metrics.jsonl").open("a") as metrics:
+                    metrics.write(step_line(step, draw))
+                page.locator("header", has_text=f"step {step}/").wait_for(timeout=60_000)
+                updates.append(time.monotonic() - began)
+            browser.close()
+    finally:
+        process.terminate()
+        process.wait()
+    return {
+        "first_paint_s": statistics.fmean(paints), "first_curve_s": statistics.fmean(curves), "update_s": max(updates),
+    }  # fmt: skip
+
+
+def measure_rows(run_dir: Path, num_rows: int, draw: random.Random) -> dict[str, float]:
+    for name in ("samples", "logs"):
+        (run_dir / name).mkdir(parents=True)
+    (run_dir / "config.yaml").write_text("steps: 1\n")
+    with (run_dir / "samples" / "rollout-0.jsonl").open("w") as samples:
+        for row in range(num_rows):
+            said = "needle" if row == num_rows // 2 else "x" * 100
+            line = {"step": 1 + row // 64, "group": row // 8, "index": row, "prompt": "1+1=", "response": said}
+            samples.write(json.dumps({**line, "reward": draw.random()}) + "\n")
+    process = subprocess.Popen([COMMAND, "view", str(run_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        server = psutil.Process(process.pid)
+        memory = 0
+        took = []
+        orders = ("newest", "best", "worst")
+        for query in ("order=newest", *(f"order={orders[k % 3]}&skip={100 * k}" for k in range(9)), "search=needle"):
+            answer, took_s = ask(f"{address}api/samples?{query}")
+            took.append(took_s)
+            memory = max(memory, server.memory_info().rss)
+        assert json.loads(answer)["total"] == 1
+    finally:
+        process.terminate()
+        process.wait()
+    return {
+        "rows_index_s": took[0], "rows_page_ms": 1e3 * statistics.median(took[1:-1]), "rows_search_s": took[-1],
+        "rows_server_mb": memory / 1e6,
+    }  # fmt: skip
 
 
 ROWS_PER_GROUP = 8
@@ -188,13 +283,14 @@ def measure_trace(run_dir: Path, num_rows: int, draw: random.Random) -> dict[str
     }  # fmt: skip
 
 
-def run_once(run_dir: Path, num_steps: int, *, looked_at: bool) -> float:
-    """Run the quickstart; return the processor time of all its processes (s)."""
+def run_once(run_dir: Path, num_steps: int, *, looked_at: bool) -> tuple[float, dict[str, float]]:
+    """Run the quickstart; return the processor time of all its processes (s), and what its page cost."""
     options = ["--run-dir", str(run_dir), "--steps", str(num_steps), "--quiet", "--set", "checkpoint.export_hf=false"]
     kept = [] if looked_at else ["--set", "rollout.samples_per_step=0"]
     launcher = subprocess.Popen([COMMAND.with_name("asyncflow-launch"), *options, *kept], stdout=subprocess.DEVNULL)
     ended = threading.Event()
-    page = threading.Thread(target=look, args=(run_dir, ended)) if looked_at else None
+    cost: dict[str, float] = {}
+    page = threading.Thread(target=look, args=(run_dir, ended, cost)) if looked_at else None
     if page is not None:
         page.start()
     _, status, used = os.wait4(launcher.pid, 0)
@@ -204,11 +300,11 @@ def run_once(run_dir: Path, num_steps: int, *, looked_at: bool) -> float:
         page.join()
     if launcher.returncode:
         raise SystemExit(f"the quickstart ended with code {launcher.returncode}")
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime, cost
 
 
-def look(run_dir: Path, ended: threading.Event) -> None:
-    """Show a run's page, and ask as it does, until the run has ended."""
+def look(run_dir: Path, ended: threading.Event, cost: dict[str, float]) -> None:
+    """Show a run's page, and ask as it does, until the run has ended; `cost` gets what the server took."""
     while not (run_dir / "job.json").exists():
         if ended.wait(0.1):
             return
@@ -216,13 +312,21 @@ def look(run_dir: Path, ended: threading.Event) -> None:
     try:
         assert process.stdout is not None
         address = process.stdout.readline().split()[1]
-        have = ""
+        server, began, memory, polls, have = psutil.Process(process.pid), time.monotonic(), 0, 0, ""
+        before = sum(server.cpu_times()[:2])
         while not ended.wait(POLL_S):
             state = json.loads(ask(f"{address}api/state?have={have}")[0])["runs"][0]
             curves = state["curves"]
             have = f"{curves['generation']}.{curves['stride']}.{curves['from'] + len(curves['steps'])}.0"
-            ask(f"{address}api/samples?order=newest")
-            ask(f"{address}api/account")
+            if polls % 5 == 0:
+                ask(f"{address}api/timeline?last=60")
+            if polls % 15 == 0:
+                ask(f"{address}api/samples?order=newest")
+                ask(f"{address}api/account")
+            polls += 1
+            memory = max(memory, server.memory_info().rss)
+        cost["live_server_mb"] = memory / 1e6
+        cost["live_server_core_share"] = (sum(server.cpu_times()[:2]) - before) / (time.monotonic() - began)
     finally:
         process.terminate()
         process.wait()
@@ -238,7 +342,7 @@ def measure_overhead(directory: Path, rounds: int, num_steps: int) -> dict[str, 
         seconds = {}
         for looked_at in ((False, True), (True, False))[number % 2]:
             run_dir = directory / f"run-{number}-{looked_at}"
-            seconds[looked_at] = run_once(run_dir, num_steps, looked_at=looked_at)
+            seconds[looked_at], _ = run_once(run_dir, num_steps, looked_at=looked_at)
             if looked_at:
                 files = [path for name in ("samples", "trace") for path in (run_dir / name).iterdir()]
                 kept = sum(path.stat().st_size for path in files) / num_steps / 1e3
@@ -257,9 +361,8 @@ def main() -> None:
     add_json_option(parser)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument(
-        "--only", nargs="+", choices=("page", "trace", "overhead"), default=("page", "trace", "overhead")
-    )
+    parts = ("page", "browser", "rows", "trace", "live", "overhead")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--run-steps", type=int, default=60)
@@ -271,8 +374,15 @@ def main() -> None:
         if "page" in options.only:
             write_run(run_dir, options.steps, draw)
             figures |= measure(run_dir, options.seconds, options.steps, draw)
+        if "browser" in options.only:
+            write_run(Path(directory) / "shown", options.steps, draw)
+            figures |= measure_browser(Path(directory) / "shown", options.steps, draw)
+        if "rows" in options.only:
+            figures |= measure_rows(Path(directory) / "many", options.rows, draw)
         if "trace" in options.only:
             figures |= measure_trace(Path(directory) / "traced", options.rows, draw)
+        if "live" in options.only:
+            figures |= run_once(Path(directory) / "live", options.run_steps, looked_at=True)[1]
         if "overhead" in options.only:
             figures |= measure_overhead(Path(directory), options.rounds, options.run_steps)
     report(options.json, figures, "\n".join(f"{name:20} {value:.3f}" for name, value in figures.items()))

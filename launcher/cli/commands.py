@@ -1,7 +1,9 @@
 """`asyncflow`: the secondary commands. Each imports what it needs only when it runs."""
 
+import contextlib
 import functools
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +17,8 @@ from launcher.cli.launch import launch
 from launcher.process.run_events import FAILED
 from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits, prepare_streams
 from launcher.slurm.sbatch_command import sbatch_command
+
+_WATCH_S = 2.0
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,20 +63,35 @@ def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     storage units. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
-        import time
-
         from launcher.run.rundir import newest_run
-        from launcher.run.status import RunEnd, read_status
+        from launcher.run.status import read_status
 
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        if watch:
+            _watch_status(directory, as_json=as_json)
+            return
+        status = read_status(directory)
+        click.echo(status.as_json() if as_json else status.as_text(time.time()))
+
+
+def _watch_status(run_dir: Path, *, as_json: bool) -> None:
+    """Print a run's status until it ends, or until Ctrl-C."""
+    from asyncflow.errors import TransportError
+    from launcher.run.status import RunEnd, read_status
+
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
-            status = read_status(directory)
-            if watch and not as_json:
-                click.clear()
-            click.echo(status.as_json() if as_json else status.as_text(time.time()))
-            if not watch or isinstance(status, RunEnd):
-                return
-            time.sleep(2)
+            try:
+                status = read_status(run_dir)
+            except TransportError as error:  # it is starting, or stopped by a signal
+                click.echo(str(error), err=True)
+            else:
+                if not as_json:
+                    click.clear()
+                click.echo(status.as_json() if as_json else status.as_text(time.time()))
+                if isinstance(status, RunEnd):
+                    return
+            time.sleep(_WATCH_S)
 
 
 @main.command("init", cls=OneLineCommand)
@@ -170,8 +189,8 @@ def import_config_command(source: Path, *, output: Path | None, steps: int | Non
 def ls_command(directory: Path, *, as_json: bool) -> None:
     """List runs: state, step, reward.
 
-    Use it to find a run. DIRECTORY: what holds them (runs). A state is running, done, stopped (resumable), failed or
-    killed.
+    Use it to find a run. DIRECTORY: what holds them (runs). A state is running, paused, done, stopped (resumable),
+    failed or killed.
     """
     with errors_as_exits():
         from launcher.run.several_runs import list_runs, list_text
@@ -198,22 +217,26 @@ def diff_command(run_dirs: tuple[Path, ...]) -> None:
 
 
 @main.command("logs", cls=OneLineCommand)
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.argument("role", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until the run ends.")
 @click.option("--lines", "-n", type=click.IntRange(0), default=20, show_default=True, help="How many of each log.")
-def logs_command(run_dir: Path, role: str | None, *, follow: bool, lines: int) -> None:
+def logs_command(run_dir: Path | None, role: str | None, *, follow: bool, lines: int) -> None:
     """Print the ends of a run's logs.
 
-    Use it when a process failed, or to find what you printed. ROLE: such as rollout, rollout/2 (one rank) or launcher;
-    all by default. What your own functions print is there too.
+    Use it when a process failed, or to find what you printed. RUN_DIR: the newest run by default. ROLE: such as
+    rollout, rollout/2 (one rank) or launcher; all by default. What your own functions print is there too.
     """
-    with errors_as_exits():
-        from launcher.run.several_runs import find_logs, log_lines
+    with errors_as_exits(), contextlib.suppress(KeyboardInterrupt):
+        from launcher.run.rundir import newest_run
+        from launcher.run.several_runs import find_logs, is_role, log_lines
         from launcher.run.status import is_live
 
-        find = functools.partial(find_logs, run_dir, role)
-        goes_on = (lambda: is_live(run_dir)) if follow else None
+        if run_dir is not None and role is None and is_role(run_dir):
+            run_dir, role = None, str(run_dir)
+        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        find = functools.partial(find_logs, directory, role)
+        goes_on = (lambda: is_live(directory)) if follow else None
         for line in log_lines(find(), number=lines, follow=goes_on, find=find):
             click.echo(line)
 
@@ -362,7 +385,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
     """
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
-        from launcher.run.rundir import newest_run
+        from launcher.process.progress import plain
+        from launcher.run.rundir import newest_run, write_inside
         from launcher.timeline.gantt_chart import GanttChart, gantt_html
         from launcher.timeline.run_timeline import RunTimeline, account_text, chrome_trace, recording_text
 
@@ -370,11 +394,9 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         timeline = RunTimeline.read(run_dir)
         account = timeline.account_by_role()
         chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
-        directory = run_dir / TIMELINE
-        (directory / "trace.json").write_text(chrome_trace(timeline), encoding="utf-8")
-        (directory / "gantt.html").write_text(gantt_html(chart, width=width), encoding="utf-8")
-        click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
-        click.echo(account_text(account))
+        for name, text in (("trace.json", chrome_trace(timeline)), ("gantt.html", gantt_html(chart, width=width))):
+            click.echo(f"wrote {write_inside(run_dir, f'{TIMELINE}/{name}', text)}")
+        click.echo(plain(account_text(account)))
         click.echo(recording_text(timeline, measure_span_cost()))
 
 
@@ -452,23 +474,28 @@ def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path
 @main.command("plot", cls=OneLineCommand)
 @click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--metric", "metrics", multiple=True, default=("reward_mean",), show_default=True, help="Repeatable.")
+@click.option("--step", metavar="N[-M]", help="Only these steps.  [default: all]")
+@click.option("--group", metavar="SETTING", help="Runs with the same value of it, e.g. actor.lr, are one mean curve.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="curves.png", show_default=True)
-def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output: Path) -> None:
+def plot_command(
+    run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], step: str | None, group: str | None, output: Path
+) -> None:
     """Plot a metric of several runs (PNG, SVG or PDF).
 
-    Use it for a figure to show; `asyncflow view` is for looking.
+    Use it for a figure to show; `asyncflow view` is for looking. With --group, several seeds are their mean, with a
+    band of one standard deviation.
     """
     with errors_as_exits():
         from launcher.report.report import plot
 
-        plot(run_dirs, metrics, output)
+        plot(run_dirs, metrics, output, steps=_steps_of(step), group=group)
         click.echo(f"wrote {output}")
 
 
 @main.command("view", cls=OneLineCommand)
 @click.argument("run_dirs", metavar="[RUN...]", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on this host.  [default: any free one]")
-@click.option("--control", is_flag=True, help="The page may also save a run now, and stop it.")
+@click.option("--control", is_flag=True, help="The page may also pause, save and stop a run.")
 def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> None:
     """Show runs on a local page, live or finished.
 
@@ -539,21 +566,24 @@ def samples_command(
     through all steps unless --step names some.
     """
     with errors_as_exits():
-        import re
-
-        from asyncflow.errors import ConfigError
         from launcher.report.report import samples_text
         from launcher.run.rundir import newest_run
 
-        named = re.fullmatch(r"(\d+)(?:-(\d+))?", step or "0")
-        if named is None:
-            raise ConfigError(f"--step: {step!r} is no step; give a number, or the first and the last, 3-10")
-        steps = None if step is None else (int(named[1]), int(named[2] or named[1]))
-
+        steps = _steps_of(step)
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")
         click.echo(
             samples_text(directory, steps=steps, worst=worst, best=best, number=number, group=group, search=search)
         )
+
+
+def _steps_of(step: str | None) -> tuple[int, int] | None:
+    """Return the first and the last step that an option names; raises ConfigError if it names none."""
+    from asyncflow.errors import ConfigError
+
+    named = re.fullmatch(r"(\d+)(?:-(\d+))?", step or "0", re.ASCII)
+    if named is None:
+        raise ConfigError(f"--step: {step!r} is no step; give a number, or the first and the last, 3-10")
+    return None if step is None else (int(named[1]), int(named[2] or named[1]))
 
 
 @main.command("trace", cls=OneLineCommand)

@@ -101,6 +101,7 @@ TRL: Mapping[str, Rule] = {
     "torch_dtype": Same("model.dtype", _dtype),
     "bf16": Together("actor.autocast", "bfloat16"),
     "fp16": Refused("float16 needs a loss scale, which no engine of ours has; use bf16"),
+    "datasets": Refused("name one as dataset_name, and write the others under data.mixture", (None, [])),
     "dataset_name": Same("data.path"),
     "dataset_config": Same("data.subset"),
     "dataset_train_split": Same("data.split"),
@@ -129,6 +130,7 @@ TRL: Mapping[str, Rule] = {
     "gradient_accumulation_steps": Together("schedule.rollout_batch_size", "see below"),
     "steps_per_generation": Together("schedule.rollout_batch_size", "see below"),
     "generation_batch_size": Together("schedule.rollout_batch_size", "see below"),
+    "num_processes": Together("schedule.rollout_batch_size", "accelerate's; one, if the file does not say"),
     "num_generations": Same("schedule.n_samples_per_prompt"),
     "num_iterations": Same("actor.ppo_epochs"),
     "num_train_epochs": Together("steps", "prompts / schedule.rollout_batch_size x epochs"),
@@ -140,6 +142,8 @@ TRL: Mapping[str, Rule] = {
     "min_p": Refused("the log-probabilities would be of another distribution", (None, 0, 0.0)),
     "repetition_penalty": Refused("the log-probabilities would be of another distribution", (None, 1, 1.0)),
     "generation_kwargs": Refused("see section rollout", (None, {})),
+    "vllm_structured_outputs_regex": Refused("responses would be of another distribution"),
+    "vllm_guided_decoding_regex": Refused("responses would be of another distribution"),
     "use_vllm": Together("rollout.engine", "vllm, else hf"),
     "vllm_gpu_memory_utilization": Same("vllm.gpu_memory_utilization", note="ours has the device for itself"),
     "vllm_max_model_length": Same("vllm.max_model_len"),
@@ -179,7 +183,7 @@ TRL: Mapping[str, Rule] = {
     "lora_target_parameters": Refused("see section lora"),
     "load_in_4bit": Refused("quantised weights cannot be trained"),
     "load_in_8bit": Refused("quantised weights cannot be trained"),
-    "router_aux_loss_coef": Refused("mixtures of experts are refused", (None, 0, 0.0)),
+    "router_aux_loss_coef": Left("only for mixtures of experts, which are refused"),
     "seed": Same("seed"),
     "save_steps": Same("checkpoint.interval", lambda value: int(value) if value >= 1 else 20),
     "save_total_limit": Same("checkpoint.keep_last"),
@@ -311,7 +315,7 @@ _TRL_LEFT: Mapping[str, str] = {
     "logging": _LOGS, "log_": _LOGS, "num_completions_to_print": _LOGS, "save_": _SAVES,
     "eval_": "see section evaluate", "vllm_": "the generating instances are processes of the run", "fsdp": _MEMORY,
     "deepspeed": _MEMORY, "ddp_": _OUR_OWN, "dataloader_": "prompts are made as they are needed",
-    "push_to_hub": "use `hf upload` with hf/",
+    "push_to_hub": "use `hf upload` with hf/", "accelerate_config": _MEMORY,
     "hub_": "use `hf upload` with hf/", "pad_": _PADDING, "remove_unused_columns": "rewards may ask for any field",
     "lora_": "see section lora", "per_device_eval": "see section evaluate", "disable_dropout": _PERFORMANCE,
     "sapo_": "belongs to a loss_type that is refused", "vespo_": "belongs to a loss_type that is refused",
@@ -487,21 +491,23 @@ def _read_trl(found: Found) -> Ours:
 
 
 def _trl_batches(ours: Ours, get: Callable[..., Any]) -> None:
-    # Of one process: how many there are, the file does not say.
+    processes = _whole("num_processes", get("num_processes") or 1)  # most files do not say how many there are
     per_device = _whole("per_device_train_batch_size", get("per_device_train_batch_size"))
     accumulated = _whole("gradient_accumulation_steps", get("gradient_accumulation_steps"))
     group = _whole("num_generations", get("num_generations"))
-    update = per_device * accumulated
+    update = per_device * accumulated * processes
     per_generation = get("steps_per_generation") or accumulated
-    completions = get("generation_batch_size") or per_device * per_generation
+    completions = get("generation_batch_size") or per_device * per_generation * processes
     if completions % group or completions % update:
         raise ConfigError(
             f"num_generations: {group} does not divide the {completions} completions of a generation step, or an "
             f"update's {update} do not; correct per_device_train_batch_size, gradient_accumulation_steps "
-            f"or num_generations"
+            f"or num_generations, or add num_processes: N if you train with several"
         )
     updates = completions // update
-    how = f"{completions} completions of one process / num_generations: multiply by your number of processes"
+    how = f"{completions} completions of {processes} processes / num_generations"
+    if not get("num_processes"):
+        how = f"{completions} completions of one process / num_generations: multiply by your number of processes"
     ours.set_value("schedule.rollout_batch_size", completions // group, how)
     if updates > 1:
         ours.set_value("actor.num_mini_batches", updates, "steps_per_generation / gradient_accumulation_steps")

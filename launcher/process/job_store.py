@@ -2,6 +2,8 @@
 
     phase              run | evaluate | stop | exit                             launcher -> workers
     save               how often the user asked for a checkpoint                launcher -> actor rank 0
+    pause              no | pausing (no step is admitted) | paused (all that     launcher -> workers
+                       were admitted are trained)
     status/GANG/RANK   JSON of `launcher.process.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives; text "": none        worker -> launcher
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
@@ -38,7 +40,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.agreement import Identity
 from asyncflow.errors import SealBroken
-from asyncflow.job import LOOPBACK, GangSpec, error_in
+from asyncflow.job import LOOPBACK, NO_PAUSE, GangSpec, error_in
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from launcher.process.device_turn import TurnAsked, TurnEvent, TurnGiven, TurnGranted, TurnInstruction
 from launcher.process.progress import STARTING, Status, Statuses
@@ -91,6 +93,7 @@ class JobStore(JobStoreClient):
         self._told_failures: set[str] = set()
         self._num_saves = 0
         self._store.set("save", "0")
+        self.set_pause(NO_PAUSE)
         # Key -> the text that `new_warnings` last saw.
         self._warnings: dict[str, str] = {}
 
@@ -101,6 +104,9 @@ class JobStore(JobStoreClient):
         """Ask the trainer for a checkpoint at the end of its step."""
         self._num_saves += 1
         self._store.set("save", str(self._num_saves))
+
+    def set_pause(self, pause: str) -> None:
+        self._store.set("pause", pause)
 
     def announce_tokens(self, prompts: Sequence[Any], identity: Identity) -> None:
         """Have every worker compare what its tokenizer makes of a run's first prompts (`token_identity`) with this."""

@@ -6,11 +6,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
 from asyncflow.log_format import LogFormat, log_formatter
-from asyncflow.process import SAVE_SIGNAL, STOP_SIGNALS
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL, STOP_SIGNALS
 from asyncflow.run_files import LOGS
 
 SAME_PRESS_S = 0.5
@@ -59,17 +60,26 @@ def keep_torch_off_the_terminal() -> None:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
 
 
+class UserRequest(Enum):
+    """What a user may ask of a run that goes on; the values are signals."""
+
+    SAVE = SAVE_SIGNAL
+    PAUSE = PAUSE_SIGNAL
+    RESUME = RESUME_SIGNAL
+
+
 @contextlib.contextmanager
-def save_signals(request: Callable[[], None]) -> Iterator[None]:
-    """Call `request` for `SAVE_SIGNAL`, inside a signal handler. Outside the main thread nothing changes."""
+def user_requests(handle: Callable[[UserRequest], None]) -> Iterator[None]:
+    """Call `handle` for each `UserRequest`, inside a signal handler. Outside the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(SAVE_SIGNAL, lambda *_: request())
+    before = {one: signal.signal(one.value, lambda number, _: handle(UserRequest(number))) for one in UserRequest}
     try:
         yield
     finally:
-        signal.signal(SAVE_SIGNAL, before)
+        for one, handler in before.items():
+            signal.signal(one.value, handler)
 
 
 @contextlib.contextmanager

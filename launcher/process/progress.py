@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -27,7 +28,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from asyncflow.job import GangSpec
+from asyncflow.job import PAUSING, GangSpec
 from launcher.process.run_events import FAILED, RESUMABLE
 
 STARTING = "starting"
@@ -60,6 +61,7 @@ class Status:
         time: when it reported this (unix time, s).
         idle_s: time since it last made progress (s).
         rollouts: of an instance whose rollouts are functions: `workers.rollout.rollouts.Rollouts.figures`.
+        pause: of the lead controller, where admission is: how far a pause is; "": there is none, as it knows.
     """
 
     state: str
@@ -70,6 +72,7 @@ class Status:
     pid: int = 0
     idle_s: float = 0.0
     rollouts: Mapping[str, float] = field(default_factory=dict)
+    pause: str = ""
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
@@ -89,6 +92,15 @@ class Status:
 
 
 Statuses = Mapping[tuple[str, int], Status]
+
+
+def pause_text(asked: bool, lead: Status | None) -> str:
+    """Return one line about a pause, of which `PAUSED` or `PAUSING` is the first word; "": none was asked for.
+
+    `lead` is the status of the lead controller; None: it has said nothing.
+    """
+    said = "" if lead is None else lead.pause
+    return (said or PAUSING) if asked else ""
 
 
 def role_rows(gangs: Iterable[GangSpec], statuses: Statuses, now: float) -> list[tuple[str, str, str, str]]:
@@ -268,6 +280,7 @@ class Screen:
         sample: the newest kept rollout, as `samples/` has it.
         num_warnings, warning: so far, and the newest.
         note: what the user should know now; "": nothing.
+        pause: see `pause_text`.
     """
 
     gangs: Sequence[GangSpec]
@@ -283,6 +296,7 @@ class Screen:
     num_warnings: int = 0
     warning: str = ""
     note: str = ""
+    pause: str = ""
 
     def with_step(self, metrics: Metrics) -> "Screen":
         reward, took_s = metrics.get("reward_mean"), metrics.get("step_time_s")
@@ -314,8 +328,7 @@ def draw_screen(screen: Screen, width: int, *, unicode: bool = True) -> list[Tex
     if screen.num_warnings:
         count = "1 warning" if screen.num_warnings == 1 else f"{screen.num_warnings} warnings, the last"
         lines.append(Text(f"{count}: {plain(screen.warning)}", style="yellow"))
-    if screen.note:
-        lines.append(Text(plain(screen.note), style="bold"))
+    lines += [Text(plain(text), style="bold") for text in (screen.pause, screen.note) if text]
     for line in lines:
         # One row each, whatever the width: a line that wraps would make the block jump.
         line.plain = line.plain.replace("\n", " ")
@@ -326,7 +339,7 @@ def draw_screen(screen: Screen, width: int, *, unicode: bool = True) -> list[Tex
 def _progress_line(screen: Screen, width: int, unicode: bool) -> str:
     left = screen.last_step - screen.step
     times = _clock(screen.elapsed_s)
-    if left and screen.step_times:
+    if left and screen.step_times and not screen.pause:
         times += f", about {_clock(left * fmean(screen.step_times))} left"
     before, after = f"step {screen.step}/{screen.last_step} ", f" {times}"
     room = max(4, min(40, width - len(before) - len(after)))
@@ -488,7 +501,7 @@ class Progress:
     def step(self, metrics: Metrics) -> None:
         self._screen = self._screen.with_step(metrics)
         if self._output is Output.JSON:
-            print_line(json.dumps(metrics))
+            print_line(json.dumps(metrics), breaks=False)
             return
         if self._num_lines % _HEADING_EVERY == 0:
             self.print_event(step_heading(self._screen.last_step))
@@ -511,6 +524,11 @@ class Progress:
         self._screen = replace(self._screen, note=text)
         if self._live is None and text:
             self.print_event(text)
+        self._refresh()
+
+    def show_pause(self, text: str) -> None:
+        """Show how far a pause is (`pause_text`); "": there is none."""
+        self._screen = replace(self._screen, pause=text)
         self._refresh()
 
     def update(self, statuses: Statuses) -> None:
@@ -559,10 +577,15 @@ def fit(text: str, width: int) -> list[str]:
     return lines
 
 
-def print_line(text: str, *, err: bool = False) -> None:
-    """Print to stdout or stderr; a closed terminal or pipe is not an error, and none obeys what a text has in it."""
-    with _even_if_closed(sys.stderr if err else sys.stdout):
-        click.echo(plain(text), err=err)
+def print_line(text: str, *, err: bool = False, breaks: bool = True) -> None:
+    """Print to stdout or stderr; a closed terminal or pipe is not an error, and none obeys what a text has in it.
+
+    A terminal would break a long line in the middle of a word; `breaks`: it is broken between words there.
+    """
+    stream = sys.stderr if err else sys.stdout
+    with _even_if_closed(stream):
+        lines = fit(plain(text), shutil.get_terminal_size().columns) if breaks and stream.isatty() else [plain(text)]
+        click.echo("\n".join(lines), err=err)
 
 
 @contextmanager

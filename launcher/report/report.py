@@ -2,16 +2,19 @@
 
 import heapq
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
 from asyncflow.extras import is_installed, pip_line
 from asyncflow.json_lines import LineReader
-from asyncflow.run_files import EVALUATION_FILE, METRICS_FILE, SAMPLES
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, SAMPLES
+from launcher.config.load_config import flatten, read_yaml
 from launcher.loggers.feed import figures
 from launcher.process.progress import plain
 
@@ -41,11 +44,24 @@ def read_curves(run_dir: Path) -> Curves:
     return curves
 
 
-def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
+def plot(
+    run_dirs: Sequence[Path],
+    metrics: Sequence[str],
+    output: Path,
+    *,
+    steps: tuple[int, int] | None = None,
+    group: str | None = None,
+) -> None:
     """Draw a panel per metric, with a curve per run, into a PNG, SVG or PDF file.
 
+    Args:
+        steps: the first and the last one; None: all.
+        group: a setting, such as `actor.lr`: runs with the same value are one curve, the mean, with a band of one
+            standard deviation on both sides; None: each run has its own.
+
     Raises:
-        ConfigError: matplotlib is not installed, a run has no such figure, or the file cannot be written.
+        ConfigError: matplotlib is not installed, a run has no such figure, setting or steps, or the file cannot be
+            written.
     """
     if not is_installed("matplotlib"):
         raise ConfigError(f"plot: matplotlib is not installed; {pip_line('plot')}, or see each run's report.html")
@@ -56,20 +72,55 @@ def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None
             near = get_close_matches(metric, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"they have {' '.join(known)}"
             raise ConfigError(f"--metric: no run has {metric!r}; {hint}")
+    first, last = steps or (0, math.inf)
+    runs = {
+        run_dir: {name: {step: y for step, y in curve.items() if first <= step <= last} for name, curve in own.items()}
+        for run_dir, own in runs.items()
+    }
+    if not any(own.get(metric) for own in runs.values() for metric in metrics):
+        raise ConfigError(f"--step: no run has {' or '.join(metrics)} in steps {first} to {last}")
+    groups = {str(run_dir): [run_dir] for run_dir in run_dirs} if group is None else grouped_runs(run_dirs, group)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.2 * len(metrics)), layout="constrained")
     for number, metric in enumerate(metrics, start=1):
         axes = figure.add_subplot(len(metrics), 1, number, xlabel="step", ylabel=metric)
-        for run_dir, curves in runs.items():
-            if curve := curves.get(metric):
-                axes.plot(list(curve), list(curve.values()), label=str(run_dir))
+        for label, members in groups.items():
+            curves = [curve for run_dir in members if (curve := runs[run_dir].get(metric))]
+            if curves:
+                at, means, low, high = mean_curve(curves)
+                (line,) = axes.plot(at, means, label=label)
+                axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.grid(alpha=0.3)
         axes.legend()
     try:
         figure.savefig(output, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"-o: {output} cannot be written ({error}); name a .png, .svg or .pdf file") from error
+
+
+def mean_curve(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Return (steps, means, and these minus and plus one standard deviation) over the curves that have each step."""
+    steps = sorted(set().union(*curves))
+    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    means, spreads = list(map(fmean, values)), [stdev(ys) if len(ys) > 1 else 0.0 for ys in values]
+    low, high = ([y + sign * s for y, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+    return steps, means, low, high
+
+
+def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]]:
+    """Return label -> runs with the same value of a setting. Raises ConfigError if no run has it."""
+    found = {run_dir: flatten(read_yaml(run_dir / CONFIG_FILE).values) for run_dir in run_dirs}
+    known = sorted(set().union(*found.values()))
+    if setting not in known:
+        near = get_close_matches(setting, known, n=1)
+        raise ConfigError(
+            f"--group: no run has a setting {setting!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    values: dict[str, list[Path]] = {}
+    for run_dir, settings in found.items():
+        values.setdefault(str(settings.get(setting, "-")), []).append(run_dir)
+    return {f"{setting} {value}, {len(runs)} run{'s'[: len(runs) > 1]}": runs for value, runs in values.items()}
 
 
 # `asyncflow samples`: what the policy said in a step, as text for a person.
@@ -125,7 +176,7 @@ def samples_text(
         shown = low + [line for line in reversed(high) if line not in low]
     else:
         shown = chosen[:number]
-    return "\n".join(map(_text, shown)) + f"\n{_RULE}\n{len(shown)} of {len(chosen)} rollouts kept of {where}"
+    return plain("\n".join([*map(_text, shown), _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
 
 
 def has_text(line: Mapping[str, Any], search: str) -> bool:
@@ -178,8 +229,8 @@ def _text(line: dict[str, Any]) -> str:
         head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())
     bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
     for place, runs in enumerate(line.get("samples") or ()):
-        bodies[place] += "\n[tokens] " + "".join(f"«{plain(text)}»" if drawn else plain(text) for drawn, text in runs)
-    return f"{head}\n" + f"\n{'-' * 80}\n".join(bodies) + f"\n[ground truth] {plain(line.get('ground_truth', ''))}"
+        bodies[place] += "\n[tokens] " + "".join(f"«{text}»" if drawn else text for drawn, text in runs)
+    return f"{head}\n" + f"\n{'-' * 80}\n".join(bodies) + f"\n[ground truth] {line.get('ground_truth', '')}"
 
 
 def _message_text(message: dict[str, Any]) -> str:
@@ -190,4 +241,4 @@ def _message_text(message: dict[str, Any]) -> str:
         content += f"\n  -> {call['function']['name']}({call['function']['arguments']})"
     if thought := message.get("reasoning_content"):
         content = f"<thinks> {thought} </thinks> {content}"
-    return f"[{message['role']}] {plain(content)}"
+    return f"[{message['role']}] {content}"

@@ -3,11 +3,13 @@
     a rank works without progress longer than `operation_timeout_s`   it is stuck (while starting: `start_timeout_s`)
     a rank starts for longer than `max_start_s`                       it is stuck in something without an end
     a rank says nothing for `silence_timeout_s`                       it is stuck in something that lets no thread run
-    all ranks wait for longer than `deadlock_timeout_s`               the run is stuck; the longest wait is named
+    all ranks wait for longer than `deadlock_timeout_s`               the run is stuck; the longest wait is named. The
+                                                                      time of a pause does not count
 
 `launcher.process.gang` finds dead and stopped processes. Waits have deadlines of their own.
 """
 
+import math
 from collections.abc import Mapping
 
 from asyncflow.clock import HeartbeatMonitor
@@ -47,6 +49,7 @@ class RankWatch:
         self._deadlock_timeout_s = deadlock_timeout_s
         self._monitor: HeartbeatMonitor[Place] = HeartbeatMonitor(_LONGEST_LOOK_S)
         self._last: dict[Place, float] = {}  # when each rank wrote its last status, by its own clock
+        self._paused_at = -math.inf  # when this was last called in a pause (monotonic, s)
         self._starting: dict[Place, float] = {}  # since when ranks that start again do, by this host's clock
 
     def forget_gang(self, gang: str) -> None:
@@ -56,7 +59,9 @@ class RankWatch:
             self._starting.pop(place, None)
             self._monitor.forget(place)
 
-    def find_stuck_ranks(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
+    def find_stuck_ranks(
+        self, statuses: Statuses, *, workers: Mapping[str, bool], now: float, paused: bool = False
+    ) -> list[RankStuck]:
         """Return the stuck ranks, the longest stuck first, since others may wait for it.
 
         Args:
@@ -64,7 +69,10 @@ class RankWatch:
             workers: gang that should be at work -> whether the run needs its work to end; False: it serves others, and
                 waits by nature.
             now: monotonic (s).
+            paused: the user paused the run, so that all may wait.
         """
+        if paused:
+            self._paused_at = now
         stuck: list[tuple[float, RankStuck]] = []
         waiting = []
         silences = self._monitor.silences(now)
@@ -92,7 +100,8 @@ class RankWatch:
                     (start_s, RankStuck(gang, rank, f"still starting after {start_s:.0f} s (launcher.max_start_s)"))
                 )
             elif workers[gang] or not status.waits:  # others also wait for a service that is busy
-                waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
+                waited_s = min(status.idle_s + silent_s, now - self._paused_at) if status.waits else 0.0
+                waiting.append((waited_s, gang, rank, status.state))
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
             seconds, gang, rank, state = max(waiting)
             others = ", ".join(f"{name} {doing}" for _, name, _, doing in waiting if name != gang)

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncflow.agreement import Identity, software
 from asyncflow.clock import HostClock
-from asyncflow.job import INTERFACE_VARIABLES, GangSpec, Job, OfferedNetworks, choose_interfaces, own_name
+from asyncflow.job import (
+    INTERFACE_VARIABLES,
+    NO_PAUSE,
+    PAUSED,
+    PAUSING,
+    GangSpec,
+    Job,
+    OfferedNetworks,
+    choose_interfaces,
+    own_name,
+)
 from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.environments import check_hosts
@@ -29,13 +39,14 @@ from launcher.process.device_turn import DeviceTurn, TurnAsked, TurnEvent, TurnG
 from launcher.process.fork_server import ForkServers, serving
 from launcher.process.gang_hosts import LocalGangs
 from launcher.process.launcher_process import (
+    UserRequest,
     keep_torch_off_the_terminal,
     launcher_log,
     logging_to,
-    save_signals,
     stop_signals,
+    user_requests,
 )
-from launcher.process.progress import SAVING, Output, Progress, Status, final_lines, print_line
+from launcher.process.progress import SAVING, Output, Progress, Status, final_lines, pause_text, print_line
 from launcher.process.run_events import (
     FAILED,
     AllReady,
@@ -65,7 +76,7 @@ from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint, newest_model
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import RestartBudget, RestartLog, Supervisor
-from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS
+from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -126,11 +137,11 @@ def run_job(
         RoleFailed: not all nodes arrived in time.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    saves: SimpleQueue[None] = SimpleQueue()  # requests for a checkpoint
+    requests: SimpleQueue[UserRequest] = SimpleQueue()
     # SimpleQueue.put is reentrant, so a signal handler may call it while the main thread puts.
     with (
         stop_signals(lambda count: events.put(StopRequested(count))),
-        save_signals(lambda: saves.put(None)),
+        user_requests(requests.put),
     ):
         with contextlib.ExitStack() as stack:
             clock = HostClock.from_wall_clock()
@@ -204,10 +215,10 @@ def run_job(
                     turns = TurnMessages(store, [gang for gang in gangs if gang.name in sides], events.put)
                     stack.callback(turns.close)
                 run = _Run(
-                    config, nodes, run_dir, store=store, events=events, saves=saves, progress=progress, status=status,
-                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts, servers=servers,
-                    pythons=pythons, turn=DeviceTurn(sides, interrupts=config.schedule.mode.interrupts_for_turns),
-                    turns=turns,
+                    config, nodes, run_dir, store=store, events=events, requests=requests, progress=progress,
+                    status=status, look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts,
+                    servers=servers, pythons=pythons, turns=turns,
+                    turn=DeviceTurn(sides, interrupts=config.schedule.mode.interrupts_for_turns),
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
@@ -260,7 +271,7 @@ class _Run:
         *,
         store: "JobStore",
         events: "SimpleQueue[Event]",
-        saves: "SimpleQueue[None]",
+        requests: "SimpleQueue[UserRequest]",
         progress: Progress,
         status: "StatusWriter",
         look_at_loggers: Callable[[float], None],
@@ -277,6 +288,7 @@ class _Run:
         # Device and inode, to notice when the directory is replaced by another one.
         self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
+        self._lead = next((gang.name for gang in job.gangs if gang.role == CONTROLLER), None)  # where admission is
         self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
         self._nodes = nodes
@@ -292,7 +304,10 @@ class _Run:
         nodes.hosts.add_hosts({HEAD: local})
         self._store = store
         self._events = events
-        self._saves = saves
+        self._requests = requests
+        self._pause_asked = False
+        self._pause = ""
+        self._rests = False  # in a pause, and everything that was given out is trained
         self._turn = turn
         self._turns = turns
         self._progress = progress
@@ -369,16 +384,40 @@ class _Run:
         self._next_poll = now + POLL_S
         self._look_at_loggers(now)
         self._nodes.check()
+        self._obey_requests()
         self._report_progress()
-        if not self._saves.empty():
-            while not self._saves.empty():
-                self._saves.get_nowait()
-            self._store.request_save()
-            self._progress.print_event("saving after this step, as asked")
         for event in [*self._due_deadlines(), *self._external_exits(), *self._stuck_ranks(), *self._lost_run_dir()]:
             if (finish := self._handle_event(event)) is not None:
                 return finish
         return None
+
+    def _obey_requests(self) -> None:
+        while not self._requests.empty():
+            request = self._requests.get_nowait()
+            logger.info("request: %s", request.name)
+            if self._lead is None:
+                self._progress.print_event("nothing to save, nor to pause: this command trains nothing")
+            elif request is UserRequest.SAVE:
+                self._store.request_save()
+                after = "the first step after the pause" if self._rests else "this step"
+                self._progress.print_event(f"saving after {after}, as asked")
+            else:
+                self._pause_asked = request is UserRequest.PAUSE
+
+    def _follow_pause(self) -> None:
+        """Tell the user and the workers how far a pause is, if that changed."""
+        asked = self._pause_asked and self._phase is Phase.RUN
+        now = pause_text(asked, None if self._lead is None else self._statuses.get((self._lead, 0)))
+        if now == self._pause:
+            return
+        self._pause = now
+        # A lead that starts again, and has not said yet how far the pause is, leaves everything at rest meanwhile.
+        self._rests = now.startswith(PAUSED) or (now == PAUSING and self._rests)
+        logger.info("pause: %s", now or NO_PAUSE)
+        self._store.set_pause(PAUSED if self._rests else PAUSING if now else NO_PAUSE)
+        self._progress.show_pause(now)
+        if now != PAUSING and self._phase is Phase.RUN:
+            self._progress.print_event(now or "the pause is over")
 
     def _handle_event(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
@@ -399,7 +438,8 @@ class _Run:
         finish = self._apply_instructions(self._supervisor.handle(event))
         if finish is None and event == StopRequested(1) and is_first:
             saves = ": saving the last completed step" if _trains(self._job) else ""
-            self._progress.show_note(f"stopping{saves} (Ctrl-C again: at once)")
+            over = "; resumed, the run is not paused" if self._pause else ""
+            self._progress.show_note(f"stopping{saves} (Ctrl-C again: at once){over}")
         return finish
 
     def _pass_turn(self, event: TurnEvent) -> None:
@@ -459,6 +499,7 @@ class _Run:
     def _report_progress(self) -> None:
         """Read what workers and trainer report; tell the user, and the supervisor once all are at work."""
         self._read_statuses()
+        self._follow_pause()
         finished_steps = self._tail.read()
         # A finished step proves that all were at work, even if a status was missed.
         if not self._all_ready and (finished_steps or not self._missing_ranks()):
@@ -477,8 +518,9 @@ class _Run:
             self._progress.show_sample(newest_sample(self._run_dir))
         self._progress.update(self._statuses)
         self._status.tell(
-            self._statuses, self._restarts, finished_steps, self._store.last_failures(), turn=self._turn.to_text()
-        )
+            self._statuses, self._restarts, finished_steps, self._store.last_failures(), turn=self._turn.to_text(),
+            pause=self._pause,
+        )  # fmt: skip
 
     def _read_statuses(self) -> None:
         self._statuses = self._store.read_statuses(self._ranks)
@@ -548,7 +590,7 @@ class _Run:
         away = self._gone | self._supervisor.pending
         passive = SERVICES | OBSERVERS
         workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
-        return list(self._watch.find_stuck_ranks(self._statuses, workers=workers, now=time.monotonic()))
+        return self._watch.find_stuck_ranks(self._statuses, workers=workers, now=time.monotonic(), paused=self._rests)
 
     def _external_exits(self) -> list[Event]:
         """Return the exits of the gangs that the user started."""

@@ -204,6 +204,30 @@ def held_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_inside(path: Path, run_dir: Path) -> bool:
+    """Return whether a file is in the run's directory and not behind a link that leads out of it.
+
+    A run may come from somebody else, and what is shown of it may go to somebody else.
+    """
+    try:
+        return path.resolve(strict=True).is_relative_to(run_dir.resolve())
+    except OSError:
+        return False
+
+
+def write_inside(run_dir: Path, name: str, text: str) -> Path:
+    """Write a file of a run that may be somebody else's, and return its path: a link there is replaced, not followed.
+
+    Raises ConfigError if its directory is a link out of the run's, OSError if it cannot be written.
+    """
+    path = run_dir / name
+    if not is_inside(path.parent, run_dir):
+        raise ConfigError(f"RUN: {path.parent} is not in the run's directory; remove that link")
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
 def running_launcher(run_dir: Path) -> int | None:
     """Return the process id of the launcher that runs `run_dir` on this host now, or None."""
     try:

@@ -20,7 +20,7 @@ from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
 from launcher.report.report import read_curves
-from launcher.run.status import RunEnd, is_live
+from launcher.run.status import RunEnd, is_live, live_state
 
 LAST_STEPS = 10
 """A final figure is the mean over so many steps."""
@@ -34,7 +34,7 @@ class RunLine:
     """One run in a list.
 
     Attributes:
-        state: running, done, stopped (resumable), failed or killed.
+        state: running, paused, done, stopped (resumable), failed or killed.
         step, steps: the last finished step, and the run's last.
         reward: mean reward of the last steps; None: no step is finished.
         changed_at: when the run last finished a step, or began (unix time, s).
@@ -59,7 +59,7 @@ class RunLine:
         changed = [path.stat().st_mtime for name in (METRICS_FILE, CONFIG_FILE) if (path := run_dir / name).is_file()]
         return RunLine(
             run_dir,
-            "running" if is_live(run_dir) else end_state(RunEnd.read(run_dir)),
+            live_state(run_dir) if is_live(run_dir) else end_state(RunEnd.read(run_dir)),
             max((int(line["step"]) for line in metrics if _is_number(line.get("step"))), default=0),
             steps,
             statistics.fmean(rewards) if rewards else None,
@@ -128,17 +128,19 @@ def diff_text(runs: Sequence[Path]) -> str:
     figures.append(("steps finished", *(str(int(max(one["step"]))) for one in curves)))
     times = [one["time_s"].get(last) for one in curves]
     figures.append(("minutes to that step", *("-" if at is None else f"{at / 60:.1f}" for at in times)))
-    return f"{text}\n\n{table(figures)}\nMean over these steps, and their standard deviation."
+    return plain(f"{text}\n\n{table(figures)}\nMean over these steps, and their standard deviation.")
 
 
 _ABSENT = object()
+_STAMPS = frozenset({"data.template_time"})
+"""What each start sets by itself, and no comparison is about."""
 
 
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return the keys in which configurations differ, each with the value of every one, shortened; -: it has none."""
     flat = [flatten(one) for one in settings]
     rows = []
-    for key in sorted({key for one in flat for key in one}):
+    for key in sorted({key for one in flat for key in one} - _STAMPS):
         values = [one.get(key, _ABSENT) for one in flat]
         if any(value != values[0] for value in values):
             rows.append((key, ["-" if value is _ABSENT else _short(value) for value in values]))
@@ -221,6 +223,11 @@ def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
         roles = sorted({log.label.partition("/")[0] for log in logs})
         raise ConfigError(f"ROLE: {who!r} has no log here; one of {' '.join(roles)}, or ROLE/RANK")
     return chosen
+
+
+def is_role(name: Path) -> bool:
+    """Return whether a name that is no directory may be that of a role, or of one of its ranks."""
+    return not name.exists() and _WHO.fullmatch(str(name)) is not None
 
 
 def _by_rank(path: Path, root: Path) -> tuple[Any, ...]:

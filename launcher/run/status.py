@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError, size_text
-from asyncflow.job import GangSpec, Job
+from asyncflow.job import PAUSED, GangSpec, Job
 from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
@@ -50,6 +50,7 @@ class RunStatus:
         advice: `launcher.run.advice.Advice` as JSON represents it; None: there is none yet.
         failures: kind (reward, rollout) -> why one last failed.
         turn: who has the devices that roles share, and who waits; "": they share none.
+        pause: how far a pause is, see `launcher.process.progress.pause_text`; "": there is none.
     """
 
     run_dir: Path
@@ -64,6 +65,7 @@ class RunStatus:
     advice: Fields | None = None
     failures: Mapping[str, str] = field(default_factory=dict)
     turn: str = ""
+    pause: str = ""
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus":
@@ -102,6 +104,7 @@ class RunStatus:
             fields["advice"],
             fields.get("failures", {}),
             fields.get("turn", ""),
+            fields.get("pause", ""),
         )
 
     def as_json(self) -> str:
@@ -118,6 +121,7 @@ class RunStatus:
             "advice": self.advice,
             "failures": dict(self.failures),
             "turn": self.turn,
+            "pause": self.pause,
         }
         return json.dumps(fields, indent=2)
 
@@ -130,6 +134,7 @@ class RunStatus:
         advice = [] if self.advice is None else [f"advice: {self.advice['text']}"]
         parts = [
             f"{self.run_dir}{late}",
+            *([self.pause] if self.pause else []),
             table(roles),
             *([f"devices: {self.turn}"] if self.turn else []),
             *self._restarts_text(now),
@@ -302,6 +307,14 @@ def is_live(run_dir: Path) -> bool:
         return True
     # Another host's process id cannot be checked, so its newest snapshot decides.
     return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
+
+
+def live_state(run_dir: Path) -> str:
+    """Return `running` or, once everything rests, `paused`, of a run that is live."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if str((_newest_fields(run_dir) or {}).get("pause", "")).startswith(PAUSED):
+            return PAUSED
+    return "running"
 
 
 def _is_of_another_host(run_dir: Path) -> bool:

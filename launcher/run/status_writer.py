@@ -83,6 +83,7 @@ class StatusWriter:
         failures: Mapping[str, str] = MappingProxyType({}),
         *,
         turn: str = "",
+        pause: str = "",
     ) -> None:
         """Take in what the launcher knows; call it from the launcher's main thread.
 
@@ -90,10 +91,11 @@ class StatusWriter:
             finished_steps: since the last call.
             failures: kind -> why one last failed.
             turn: who has the devices that roles share; "": they share none.
+            pause: how far a pause is; "": there is none.
         """
         for metrics in finished_steps:
             self._finished_steps.put(metrics)
-        self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures, turn=turn)
+        self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures, turn=turn, pause=pause)
 
     def _write_until_stopped(self) -> None:
         while not self._stop.is_set():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
+from asyncflow.job import PAUSED
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import TIMELINE
 
@@ -29,6 +30,7 @@ BESIDE = ROLLOUTS | {
     "pause for weights",
     "write checkpoint",
     "write export",
+    PAUSED,
 }
 STEP_ENDS = "publish weights"
 """Span of the actor's rank 0 that ends when the weights of its `step` exist."""
@@ -42,7 +44,8 @@ _WAITS = {
     "asleep": "waiting for devices",
 }
 _DEVICES = "waiting for devices"
-CATEGORIES = ("busy", *dict.fromkeys(_WAITS.values()), "other")
+CATEGORIES = ("busy", *dict.fromkeys(_WAITS.values()), PAUSED, "other")
+"""`paused`: waits in a pause that the user asked for; every process has a span of it."""
 _HEADINGS = {
     category: ("waits", category.removeprefix("waiting for ")) if category in _WAITS.values() else ("", category)
     for category in CATEGORIES
@@ -68,6 +71,8 @@ class Span:
     @property
     def category(self) -> str:
         """One of `CATEGORIES`."""
+        if self.name == PAUSED:
+            return PAUSED
         for prefix, category in _WAITS.items():
             if self.name.startswith(prefix):
                 return category
@@ -169,7 +174,8 @@ def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
             file.seek(start)
             lines = file.read().split(b"\n")
         whole = lines[start > 0 : -1]  # the first may be half a line, the last is one that is being written
-        own = [span for line in whole if (span := _span(_values(line))) is not None and span.name not in BESIDE]
+        shown = [span for line in whole if (span := _span(_values(line))) is not None]
+        own = [span for span in shown if span.name not in BESIDE or span.name == PAUSED]
         if own:
             spans[path.stem] = own
     newest = max((span.end for own in spans.values() for span in own), default=0.0)
@@ -186,8 +192,11 @@ def _values(line: bytes) -> Mapping[str, object]:
 
 def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
     """Return category -> share of a window for one process; of nested spans the one that began last counts."""
-    inside = [span for span in spans if span.name not in BESIDE and span.end > start and span.start < end]
-    edges = sorted({start, end, *(max(start, span.start) for span in inside), *(min(end, span.end) for span in inside)})
+    inside = [span for span in spans if span.end > start and span.start < end]
+    pauses = [span for span in inside if span.name == PAUSED]
+    inside = [span for span in inside if span.name not in BESIDE]
+    each = [*inside, *pauses]
+    edges = sorted({start, end, *(max(start, span.start) for span in each), *(min(end, span.end) for span in each)})
     begins = sorted(inside, key=_order)
     shares = dict.fromkeys(CATEGORIES, 0.0)
     open_spans: list[Span] = []
@@ -199,6 +208,8 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
             number += 1
         open_spans = [span for span in open_spans if span.end > left]
         category = open_spans[-1].category if open_spans else "other"
+        if category != "busy" and any(span.start <= left < span.end for span in pauses):
+            category = PAUSED
         shares[category] += (right - left) / (end - start)
     return shares
 
@@ -242,9 +253,10 @@ def _rollout_of(span: Span) -> object:
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
     """Return the account as a table for a terminal, in percent; it fits 80 columns unless a role's name does not."""
     names = max(12, *(len(role) + 1 for role in account)) if account else 12
-    # Few runs have roles that wait for devices.
-    shown = [name for name in CATEGORIES if name != _DEVICES or any(shares[name] for shares in account.values())]
-    width = 9 if len(shown) < len(CATEGORIES) else 8
+    # Few runs have roles that wait for devices, or were paused.
+    rare = {_DEVICES, PAUSED}
+    shown = [name for name in CATEGORIES if name not in rare or any(shares[name] for shares in account.values())]
+    width = 9 if len(shown) <= len(CATEGORIES) - len(rare) else 8 if len(shown) < len(CATEGORIES) else 7
     columns = [(name, *_HEADINGS[name], max(width, len(_HEADINGS[name][1]) + 1)) for name in shown]
     lines = [
         "".join([" " * names, *(above.rjust(width) for _, above, _, width in columns)]).rstrip(),

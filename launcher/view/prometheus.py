@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError
+from asyncflow.job import PAUSED
 from launcher.loggers.feed import HISTOGRAMS
 from launcher.run.several_runs import check_runs, run_names
 from launcher.view.run_reader import Have, RunReader
@@ -99,6 +100,8 @@ def _plain_name(name: str) -> str:
 
 
 def _live_samples(live: Mapping[str, Any], who: Mapping[str, str]) -> Iterator[Sample]:
+    paused = live["pause"].startswith(PAUSED)
+    yield "asyncflow_run_paused", "1 while the run is paused and everything rests", dict(who), paused
     for rank in live["ranks"]:
         here = {**who, "rank": rank["name"], "role": re.sub(r"(-\d+)?/\d+$", "", rank["name"])}
         yield "asyncflow_rank_idle_seconds", "Time since the rank last made progress", here, rank["idle_s"]

@@ -13,9 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
-from asyncflow.run_files import CONFIG_FILE, REPORT_FILE
+from asyncflow.run_files import REPORT_FILE
 from launcher.process.progress import accuracy_text
 from launcher.report.report import read_curves
+from launcher.run.rundir import write_inside
 from launcher.run.several_runs import LAST_STEPS
 from launcher.view.run_reader import RunReader
 
@@ -51,14 +52,13 @@ def write_report(run_dir: Path) -> Path:
     state = run.state()
     environment = Environment(loader=PackageLoader("launcher.view", "page"), autoescape=True)
     try:
-        settings = (run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
         data = {
             "state": {"control": False, "runs": [state]},
             "samples": _samples(run),
             "logs": _logs(run),
             "account": run.account(),
             "timeline": run.timeline(_TIMELINE_S),
-            "settings": {"text": [settings], "differences": []},
+            "settings": {"text": [run.settings_text()], "differences": []},
         }
         figures = run.final_figures(_FIGURES, LAST_STEPS)
         text = environment.get_template("report.html.jinja").render(
@@ -70,10 +70,9 @@ def write_report(run_dir: Path) -> Path:
             styles=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.min.css", "view.css")],
             scripts=[_Inline((_PAGE / name).read_text(encoding="utf-8")) for name in ("uPlot.iife.min.js", "view.js")],
         )
-        (run_dir / REPORT_FILE).write_text(text, encoding="utf-8")
+        return write_inside(run_dir, REPORT_FILE, text)
     except OSError as error:
         raise ConfigError(f"RUN: no report can be written: {error}; make {run_dir} readable and writable") from error
-    return run_dir / REPORT_FILE
 
 
 def script_json(value: Any) -> str:

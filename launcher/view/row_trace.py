@@ -27,6 +27,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
 from launcher.report.report import reward_text
+from launcher.run.rundir import is_inside
 from launcher.run.several_runs import check_runs
 
 Fields = dict[str, Any]
@@ -109,6 +110,8 @@ class RowIndex:
             (number,),
         ).fetchall()
         for name, place in places:
+            if not is_inside(self._run_dir / name, self._run_dir):  # an index of somebody else's making
+                raise _Stale
             try:
                 with (self._run_dir / name).open("rb") as file:
                     file.seek(place)
@@ -121,7 +124,8 @@ class RowIndex:
     def _open(self) -> sqlite3.Connection:
         try:
             self._path.parent.mkdir(exist_ok=True)
-            return self._connect(self._path)
+            if is_inside(self._path.parent, self._run_dir) and not self._path.is_symlink():
+                return self._connect(self._path)
         except sqlite3.DatabaseError:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -161,7 +165,7 @@ class RowIndex:
         for folder, pattern in ((SAMPLES, "rollout-*.jsonl"), (TRACE, "leases-*.jsonl"), (TRACE, "trained-*.jsonl")):
             names += [f"{folder}/{path.name}" for path in sorted((self._run_dir / folder).glob(pattern))]
         for name in names:
-            while self._read_some(name):
+            while is_inside(self._run_dir / name, self._run_dir) and self._read_some(name):
                 pass
 
     def _read_some(self, name: str) -> bool:
@@ -328,7 +332,7 @@ class RowTrace:
             lines += _lease_lines(self.leases)
         if not self.samples:
             lines.append("  its group is not among those kept (rollout.samples_per_step): the ledger is all there is")
-        return "\n".join(lines)
+        return plain("\n".join(lines))
 
     def _gap_lines(self) -> list[str]:
         gaps = {place: gap for place, gap in enumerate(self.gaps()) if gap is not None}
@@ -361,7 +365,7 @@ def _sample_lines(sample: Fields) -> list[str]:
         lines.append(f"    tokens {begin} to {begin + count - 1}: version {version}")
         begin += count
     for name in ("prompt", "response", "ground_truth"):
-        text = " ".join(plain(str(sample.get(name) or "")).split())
+        text = " ".join(str(sample.get(name) or "").split())
         lines.append(f"    {name.replace('_', ' ')}: {text if len(text) <= 200 else f'{text[:197]}...'}")
     return lines
 
@@ -377,5 +381,5 @@ def _lease_lines(leases: Sequence[Fields]) -> list[str]:
             again = "" if tokens.get(task, token) == token else ", again: the one before ended without a result"
             tokens[task] = token
             what = f"to {lease['to']}{again}"
-        lines.append(f"    {lease['time_s']:9.3f} s  {task}  {plain(what)}")
+        lines.append(f"    {lease['time_s']:9.3f} s  {task}  {what}")
     return lines

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy
@@ -48,7 +48,7 @@ from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
 from launcher.report.report import has_text
-from launcher.run.rundir import read_plan
+from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
@@ -178,10 +178,13 @@ def _means(values: "numpy.ndarray[Any, Any]", stride: int) -> list[float | None]
 # Samples
 
 
+_Number = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]  # fits the columns
+
+
 class _SampleLine(msgspec.Struct):
-    step: int
-    group: int = 0
-    index: int = 0
+    step: _Number
+    group: _Number = 0
+    index: _Number = 0
     reward: float | None = None
 
 
@@ -214,7 +217,7 @@ class _LineIndex:
     def read(self) -> None:
         """Take in the lines that were added since the last call; all of them if a file was cut or replaced."""
         for path in sorted(self._run_dir.glob(self._pattern)):
-            if not _is_inside(path, self._run_dir):
+            if not is_inside(path, self._run_dir):
                 continue
             try:
                 with path.open("rb") as file:
@@ -247,8 +250,8 @@ class _LineIndex:
                 pass  # a crash may have torn it
             known.read += len(line)
 
-    def _read_lines(self, places: Sequence[int]) -> Iterator[Fields]:
-        """Yield lines, each with the name of its file, which says who wrote it."""
+    def _read_lines(self, places: Sequence[int]) -> Iterator[tuple[int, Fields]]:
+        """Yield (place, line with the name of its file, which says who wrote it)."""
         paths = [known.path for known in self._files.values()]
         with contextlib.ExitStack() as stack:
             files: dict[int, BinaryIO] = {}
@@ -258,12 +261,17 @@ class _LineIndex:
                     if number not in files:
                         files[number] = stack.enter_context(paths[number].open("rb"))
                     files[number].seek(self._offsets[place])
-                    yield {**_json_object(files[number].readline()), "file": paths[number].stem}
+                    yield place, {**_json_object(files[number].readline()), "file": paths[number].stem}
                 except (OSError, *UNREADABLE):
                     continue  # it was cut since
 
-    def lines_of(self, row: int) -> list[Fields]:
-        return list(self._read_lines(numpy.flatnonzero(numpy.array(self._rows) == row).tolist()))
+    def lines_of(self, rows: Sequence[int]) -> dict[int, list[Fields]]:
+        """Return row -> its lines."""
+        found: dict[int, list[Fields]] = {row: [] for row in rows}
+        places = numpy.flatnonzero(numpy.isin(numpy.asarray(self._rows), rows)).tolist()
+        for place, line in self._read_lines(places):
+            found[self._rows[place]].append(line)
+        return found
 
 
 class SampleIndex(_LineIndex):
@@ -272,6 +280,7 @@ class SampleIndex(_LineIndex):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, f"{SAMPLES}/*.jsonl")
         self._trained = _LineIndex(run_dir, f"{TRACE}/trained-*.jsonl")
+        self._sorted: tuple[str, int, numpy.ndarray[Any, Any]] | None = None  # order, lines that there were, places
 
     def read(self) -> None:
         super().read()
@@ -290,47 +299,47 @@ class SampleIndex(_LineIndex):
             order: best, worst or newest.
             skip, number: which of them.
         """
-        step, rewards = numpy.array(self._steps), numpy.array(self._rewards)
-        if order == "newest":
-            places = numpy.lexsort((numpy.array(self._rows), numpy.array(self._groups), -step))
-        else:
-            places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
+        step, places = numpy.asarray(self._steps), self._places_by(order)
         if steps is not None:
             places = places[(steps[0] <= step[places]) & (step[places] <= steps[1])]
-        if not search:
-            rows = list(self._read_lines(places[skip : skip + number].tolist()))
-            return {"total": len(places), "rows": [row | self._gaps(row) for row in rows]}
-        total, rows = 0, []
-        for row in self._read_lines(places.tolist()):
-            if has_text(row, search):
-                if skip <= total < skip + number:
-                    rows.append(row)
-                total += 1
-        return {"total": total, "rows": [row | self._gaps(row) for row in rows]}
+        if search:
+            # All of them, so as they stand in the files: in another order each would cost a read of its own.
+            there = numpy.sort(places).tolist()
+            found = [place for place, row in self._read_lines(there) if has_text(row, search)]
+            places = places[numpy.isin(places, found)]
+        rows = [row for _, row in self._read_lines(places[skip : skip + number].tolist())]
+        self._add_gaps(rows)
+        return {"total": len(places), "rows": rows}
 
-    def _gaps(self, row: Fields) -> Fields:
-        """Return the generating engine's log-probability minus the trainer's of each token that has both.
+    def _places_by(self, order: str) -> "numpy.ndarray[Any, Any]":
+        """Return the places of all lines in an order; sorting a million takes longer than all the rest."""
+        if self._sorted is None or self._sorted[:2] != (order, len(self._steps)):
+            step, rewards = numpy.asarray(self._steps), numpy.asarray(self._rewards)
+            if order == "newest":
+                places = numpy.lexsort((numpy.asarray(self._rows), numpy.asarray(self._groups), -step))
+            else:
+                places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
+            self._sorted = order, len(self._steps), places
+        return self._sorted[2]
+
+    def _add_gaps(self, rows: Sequence[Fields]) -> None:
+        """Add the generating engine's log-probability minus the trainer's of each token that has both, as `gaps`.
 
         A resumed run draws and trains some rows again. Which drawing was trained is not known then, and they have none.
         """
-        index, drawn = row.get("index"), row.get("log_probs")
-        if not isinstance(index, int) or not isinstance(drawn, list) or not row["file"].startswith("rollout"):
-            return {}
-        computed = [line.get("log_probs") for line in self._trained.lines_of(index)]
-        if len(computed) != 1 or not isinstance(computed[0], list):
-            return {}
-        again = [line for line in self.lines_of(index) if line["file"].startswith("rollout")]
-        if len(again) != 1:
-            return {}
-        return {"gaps": [gap and round(gap, 4) for gap in log_prob_gaps(drawn, computed[0])]}
+        drawn = {row["index"]: row for row in rows if _is_drawn(row)}
+        computed, again = self._trained.lines_of(list(drawn)), self.lines_of(list(drawn))
+        for number, row in drawn.items():
+            if len(computed[number]) == 1 == sum(map(_is_drawn, again[number])):
+                values = computed[number][0].get("log_probs")
+                if isinstance(values, list):
+                    row["gaps"] = [gap and round(gap, 4) for gap in log_prob_gaps(row["log_probs"], values)]
 
 
-def _is_inside(path: Path, run_dir: Path) -> bool:
-    """Return whether a file is in the run's directory and not behind a link that leads out of it."""
-    try:
-        return path.resolve(strict=True).is_relative_to(run_dir.resolve())
-    except OSError:
-        return False
+def _is_drawn(row: Fields) -> bool:
+    """Return whether a line is of a rollout with log-probabilities, not of an evaluation."""
+    known = isinstance(row.get("index"), int) and isinstance(row.get("log_probs"), list)
+    return known and str(row["file"]).startswith("rollout")
 
 
 # The run
@@ -392,12 +401,21 @@ class RunReader:
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration; {} if there is none yet, or it cannot be read."""
-        if not self._settings:
-            try:
-                self._settings = dict(read_yaml(self.run_dir / CONFIG_FILE).values)
-            except (ConfigError, TypeError, ValueError):
-                return {}
-        return self._settings
+        path = self.run_dir / CONFIG_FILE
+        if not self._settings and is_inside(path, self.run_dir):
+            with contextlib.suppress(ConfigError, TypeError, ValueError):  # also while it is being written
+                self._settings = dict(read_yaml(path).values)
+        return self._settings or {}
+
+    def settings_text(self) -> str:
+        """Return `config.yaml` as it is, or why it is not shown."""
+        path = self.run_dir / CONFIG_FILE
+        try:
+            if path.exists() and not is_inside(path, self.run_dir):
+                return f"{CONFIG_FILE} is a link out of the run's directory"
+            return path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"{CONFIG_FILE} cannot be read: {error.strerror}"
 
     def _live(self) -> Fields | None:
         try:
@@ -407,6 +425,8 @@ class RunReader:
         roles = role_rows(status.gangs, status.ranks, time.time())
         return {
             "at": status.at,
+            "pause": status.pause,
+            "turn": status.turn,
             "roles": [dict(zip(("role", "ranks", "does", "weights"), row, strict=True)) for row in roles],
             "ranks": [
                 {
@@ -465,7 +485,7 @@ class RunReader:
     def logs(self) -> list[LogFile]:
         """Return the logs that are inside the run's directory, the launcher's last."""
         root = self.run_dir / LOGS
-        paths = [path for path in sorted(root.rglob("*.log")) if path.is_file() and _is_inside(path, self.run_dir)]
+        paths = [path for path in sorted(root.rglob("*.log")) if path.is_file() and is_inside(path, self.run_dir)]
         return [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in paths]
 
     def log_tail(self, label: str, position: int | None = None) -> Fields | None:
@@ -546,6 +566,8 @@ class RunReader:
     def _read_account(self) -> Fields:
         try:
             size = sum(path.stat().st_size for path in (self.run_dir / TIMELINE).glob("*.jsonl"))
+            if not size:
+                return {"why": "no spans yet"}
             if size > _TIMELINE_BYTES:
                 return {"why": f"the timeline has {size / 2**20:.0f} MB; use: asyncflow timeline {self.run_dir}"}
             account = RunTimeline.read(self.run_dir).account_by_role()

@@ -4,7 +4,8 @@
     GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
     GET  /TOKEN/api/samples, trace, log, account, timeline, settings     what a panel shows, when somebody looks at it
     POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
-    POST /TOKEN/api/stop?run=N              likewise: it saves and stops, as after Ctrl-C
+    POST /TOKEN/api/pause, resume           likewise: no more steps are given out, until it goes on
+    POST /TOKEN/api/stop                    likewise: it saves and stops, as after Ctrl-C
 
 Everything else, and everything without the token, is 404. No part of a URL becomes a path: assets, runs and logs are
 looked up in lists. The page's security policy allows what this server sends and nothing else, so a sample that looks
@@ -25,8 +26,7 @@ import msgspec
 from aiohttp import web
 
 from asyncflow.errors import ConfigError
-from asyncflow.process import SAVE_SIGNAL
-from asyncflow.run_files import CONFIG_FILE
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from launcher.run.rundir import running_launcher
 from launcher.run.several_runs import check_runs, run_names, setting_differences
 from launcher.view.run_reader import Have, RunReader
@@ -47,6 +47,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_CONTROLS = {"save": SAVE_SIGNAL, "pause": PAUSE_SIGNAL, "resume": RESUME_SIGNAL, "stop": signal.SIGTERM}
+"""What a page may ask of a run -> the signal that says it to the launcher."""
 _HAVE = re.compile(r"(-?\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 _MOST_ROWS = 100
 _MOST_TIMELINE_S = 3600
@@ -78,7 +80,7 @@ class ViewServer:
             ]
         )
         if self._control:
-            app.add_routes([web.post("/{token}/api/stop", self._stop), web.post("/{token}/api/save", self._save)])
+            app.add_routes([web.post(f"/{{token}}/api/{{control:{'|'.join(_CONTROLS)}}}", self._signal_launcher)])
         return app
 
     @web.middleware
@@ -171,13 +173,7 @@ class ViewServer:
     async def _settings(self, request: web.Request) -> web.StreamResponse:
         return _json(await asyncio.to_thread(settings_of, self._runs))
 
-    async def _stop(self, request: web.Request) -> web.StreamResponse:
-        return _json({"stopping": self._signal_launcher(request, signal.SIGTERM)})
-
-    async def _save(self, request: web.Request) -> web.StreamResponse:
-        return _json({"saving": self._signal_launcher(request, SAVE_SIGNAL)})
-
-    def _signal_launcher(self, request: web.Request, number: int) -> int:
+    async def _signal_launcher(self, request: web.Request) -> web.StreamResponse:
         # No page of another site may send this header without asking first, which this server never allows.
         origin = request.headers.get("Origin", f"http://{request.headers['Host']}")
         if request.headers.get("X-AsyncFlow") != "control" or origin != f"http://{request.headers['Host']}":
@@ -185,19 +181,19 @@ class ViewServer:
         launcher = running_launcher(self._runs[self._number_of_run(request)].run_dir)
         if launcher is None:
             raise web.HTTPConflict(reason="it does not run on this host")
-        os.kill(launcher, number)
-        return launcher
+        try:
+            os.kill(launcher, _CONTROLS[request.match_info["control"]])
+        except ProcessLookupError:
+            raise web.HTTPConflict(reason="it has just ended") from None
+        return _json({"asked": launcher})
 
 
 def settings_of(runs: Sequence[RunReader]) -> dict[str, Any]:
     """Return {text: each run's config.yaml, differences: (key, value of each run) where they differ}."""
-    texts = []
-    for run in runs:
-        try:
-            texts.append((run.run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace"))
-        except OSError as error:
-            texts.append(f"{CONFIG_FILE} cannot be read: {error.strerror}")
-    return {"text": texts, "differences": setting_differences([run.settings() for run in runs])}
+    return {
+        "text": [run.settings_text() for run in runs],
+        "differences": setting_differences([run.settings() for run in runs]),
+    }
 
 
 def _whole(request: web.Request, name: str, default: int) -> int:

@@ -8,10 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
+from launcher.run.status import RunEnd, RunStatus
 from launcher.view.report_page import write_report
 from launcher.view.run_reader import MOST_POINTS
 from tests.support.logged_runs import add_steps, append, make_run
@@ -184,9 +187,12 @@ def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
 def test_a_live_run_grows_without_a_reload(run_dir: Path, page: Any) -> None:
     with served(run_dir) as address:
         page.goto(address)
-        expect(page.locator("#page")).to_contain_text("No step is finished yet", timeout=WAIT_MS)
+        expect(page.locator("#page")).to_contain_text("No step was finished", timeout=WAIT_MS)
+        expect(page.get_by_role("link", name="Does it learn?")).to_be_hidden()
         add_steps(run_dir, 1, 4)
         expect(page.locator("header")).to_contain_text("step 4", timeout=WAIT_MS)
+        expect(page.get_by_role("link", name="Does it learn?")).to_be_visible()
+        expect(page.get_by_role("link", name="What runs now?")).to_be_hidden()
         assert curve_is_drawn(page, "Reward")
         add_steps(run_dir, 5, 9)
         expect(page.locator("header")).to_contain_text("step 9", timeout=WAIT_MS)
@@ -230,15 +236,16 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
 
 
 def test_an_empty_run_and_one_that_was_killed_say_so(tmp_path: Path, run_dir: Path, page: Any) -> None:
-    killed = make_run(tmp_path / "killed", "[]")
+    killed, failed = (make_run(tmp_path / name, "[]") for name in ("killed", "failed"))
     add_steps(killed, 1, 3)
-    lines = ["Error: actor/0 was killed by SIGKILL"]
-    (killed / "end.json").write_text(json.dumps({"state": "failed", "lines": lines}))
-    with served(run_dir, killed) as address:
+    add_steps(failed, 1, 3)
+    RunEnd(failed, ["failed (step 3): actor rank 0 failed: out of memory"], 1, 0.0).write()
+    with served(run_dir, killed, failed) as address:
         page.goto(address)
-        expect(page.locator("header")).to_contain_text("failed", timeout=WAIT_MS)
-        page.get_by_label("run", exact=True).select_option("1")
+        expect(page.locator("header .state")).to_have_text(["killed", "killed", "failed"], timeout=WAIT_MS)
+        page.get_by_label("run", exact=True).select_option("2")
         page.wait_for_selector("article.sample")
+        expect(page.locator("section:has(#failures)")).to_contain_text("out of memory", timeout=WAIT_MS)
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
@@ -261,6 +268,29 @@ def test_buttons_are_there_only_where_they_are_allowed(
         page.wait_for_selector("article.sample")
         assert page.evaluate("page.control") is control
         assert page.get_by_text("save and stop").count() == 0, "it does not run"
+
+
+def test_a_run_is_paused_and_goes_on_by_its_buttons(run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_steps(run_dir, 1, 2)
+    asked, pause = list[int](), [""]
+    monkeypatch.setattr("launcher.view.server.os", SimpleNamespace(kill=lambda pid, number: asked.append(number)))
+    monkeypatch.setattr("launcher.view.server.running_launcher", lambda path: 1)
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    monkeypatch.setattr(RunStatus, "read", lambda path: RunStatus(path, 0.0, (), {}, pause=pause[0]))
+    state = page.locator("header .state")
+    with served(run_dir, control=True) as address:
+        page.goto(address)
+        page.get_by_role("button", name="pause").click()
+        pause[0] = "pausing until step 3 is trained, which was given out before"
+        expect(state).to_have_text("pausing", timeout=WAIT_MS)
+        expect(page.locator("header")).to_contain_text("until step 3 is trained")
+        pause[0] = "paused after step 3"
+        expect(state).to_have_text("paused", timeout=WAIT_MS)
+        expect(page.get_by_role("button", name="save after this step")).to_have_count(0)
+        page.get_by_role("button", name="resume").click()
+        pause[0] = ""
+        expect(state).to_have_text("running", timeout=WAIT_MS)
+    assert asked == [PAUSE_SIGNAL, RESUME_SIGNAL]
 
 
 def test_nothing_answers_without_the_token(run_dir: Path, browser: Any) -> None:

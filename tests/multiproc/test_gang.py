@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
-from asyncflow.process import SAVE_SIGNAL
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from asyncflow.sealed_store import SealedStore, connect_store
 from launcher.process.launcher_process import SAME_PRESS_S
 
@@ -379,6 +379,27 @@ def test_a_save_that_was_asked_for_reaches_the_workers_and_ends_nothing(launch: 
     eventually(lambda: store.get("save") == b"1", "the request", launcher)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.finish()[0] == 75
+
+
+def test_a_pause_that_was_asked_for_reaches_the_workers_and_ends_nothing(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    store = launcher.store()
+    assert store.get("pause") == b"no"
+    launcher.process.send_signal(PAUSE_SIGNAL)
+    eventually(lambda: store.get("pause") == b"pausing", "the pause", launcher)
+    status = {"state": "serving", "pause": "paused after step 3", "time": time.time()}
+    store.set("status/controller/0", json.dumps(status))
+    eventually(lambda: store.get("pause") == b"paused", "the lead controller's word", launcher)
+    launcher.process.send_signal(RESUME_SIGNAL)
+    eventually(lambda: store.get("pause") == b"no", "its end", launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    code, out = launcher.finish()
+    assert code == 75
+    assert [line for line in out.splitlines() if line.startswith(("paus", "the pause"))] == [
+        "paused after step 3",
+        "the pause is over",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,15 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
+from asyncflow.job import NO_PAUSE, PAUSED, PAUSING
 from asyncflow.sealed_store import SealedStore
 from launcher.process.progress import Status
 from workers.rank.context import REWARD, ROLLOUT, WorkerContext, _Status
+
+
+def forget_pauses(context: Any) -> None:
+    context.pausing, context._told_of_pauses, context._pause_progress = threading.Event(), [], ""
+    context._paused_since, context._paused_s = None, 0.0
 
 
 @pytest.mark.parametrize(("phase", "woken"), [("run", False), ("stop", True), ("exit", True)])
@@ -43,6 +49,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
     context: Any = object.__new__(WorkerContext)
     context.name, context.rank, context.gang = "actor/0", 0, SimpleNamespace(name="actor", role="actor")
     context.stopping, context.exiting, context._woken_to_stop = threading.Event(), threading.Event(), []
+    forget_pauses(context)
     context._status, context._progress_at, context._closed = _Status("training"), 0.0, threading.Event()
     context.timeline = SimpleNamespace(waiting_s=0.0, flush=said.set)
     context.sealed_store = lambda _: sealed
@@ -106,3 +113,38 @@ def test_a_failure_is_there_for_the_trainer_when_its_rows_are(kind: str) -> None
         assert training.last_failure(kind) == why
     assert scoring.num_swaps == 1, "the first failure is said once"
     assert training.last_failure(ROLLOUT if kind == REWARD else REWARD) == ""
+
+
+def test_a_pause_is_told_when_it_is_asked_for_and_lasts_from_when_everything_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context: Any = object.__new__(WorkerContext)
+    forget_pauses(context)
+    told, spans, now = list[bool](), list[tuple[str, float]](), [100.0]
+    context.timeline = SimpleNamespace(record_span=lambda name, seconds: spans.append((name, seconds)))
+    context.on_pause(lambda: told.append(context.pausing.is_set()))
+    monkeypatch.setattr("workers.rank.context.time.monotonic", lambda: now[0])
+    lasted = []
+    for said in (NO_PAUSE, PAUSING, PAUSING, PAUSED, PAUSED, PAUSING, PAUSED, NO_PAUSE, NO_PAUSE):
+        context._obey_pause(said)
+        lasted.append(context.paused_s)
+        now[0] += 1.0
+    assert told == [True, False]
+    assert lasted == [0, 0, 0, 0, 1, 2, 2, 3, 3], "the lead may have to train lost steps again"
+    assert spans == [("paused", 2.0), ("paused", 1.0)]
+
+
+def test_what_admission_says_of_a_pause_stays_whatever_its_rank_reports_next() -> None:
+    """The lead starts again in a pause: admission may be at work before the controller says that it serves."""
+    context: Any = object.__new__(WorkerContext)
+    forget_pauses(context)
+    context.gang, context.rank = SimpleNamespace(name="controller-0"), 0
+    context.timeline, context._status = SimpleNamespace(waiting_s=0.0, flush=lambda: None), _Status("starting")
+    context._start_work = SimpleNamespace(advanced=lambda: False)
+    context._progress_at = 0.0
+    context.report_pause("paused after step 3")
+    context.report_state("serving")
+    store = SealedStore(HashStore(), b"secret")
+    context._write_status(store)
+    said = Status.from_json(json.loads(store.get("status/controller-0/0")))
+    assert (said.state, said.pause) == ("serving", "paused after step 3")

@@ -90,6 +90,7 @@ def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = p
         elapsed_s=0.0,
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
+        paused_s=0.0,
         sealed_store=lambda: SimpleNamespace(check=lambda keys: False),
         warn_user=warn,
     )
@@ -218,3 +219,23 @@ def test_update_is_written_down_before_anybody_knows_whether_its_step_will_be_fi
         "lineage": 1, "step": 7, "update": 1, "optimizer_updates": 13, "pid": os.getpid(),
     }  # fmt: skip
     records.close()
+
+
+def test_a_pause_is_no_part_of_a_steps_time_nor_of_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("workers.records.step_record.time.monotonic", lambda: now[0])
+    steps = recorder(tmp_path)
+    context: Any = steps._context
+    for step, (took_s, paused_s, waited_s) in enumerate(((10.0, 0.0, 4.0), (70.0, 60.0, 65.0), (10.0, 0.0, 5.0)), 1):
+        record = finished_step(step)
+        record.started_at, record.first_batch_at = now[0], now[0] + waited_s
+        now[0] += took_s
+        context.paused_s += paused_s
+        waits = waited_s if step == 1 else waited_s + context.waiting_seconds()["actor"][0][1]
+        context.waiting_seconds = lambda waits=waits: {"actor": [(now[0], waits)]}
+        steps.write(record)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step_time_s"] for line in lines] == [10.0, 10.0, 10.0]
+    assert [line["first_micro_batch_wait_s"] for line in lines] == [4.0, 5.0, 5.0]
+    assert [line.get("paused_s") for line in lines] == [None, 60.0, None]
+    assert [line["idle_fraction"].get("actor") for line in lines] == [None, 0.5, 0.5]

@@ -110,6 +110,7 @@ def test_command_prints_them() -> None:
 
 def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     records = recorder(tmp_path)
+    vars(records._context)["paused_s"] = 1.0  # a pause during the step
     step = finished_step(1)
     step.log_of_model(TrainedModel.CRITIC).add_update(UpdateTotals(), scale=1.0, stats=StepStats(1.0, 1e-3))
     for loss, of in losses():

@@ -97,6 +97,10 @@ class AdmissionState:
         return self._in_order((self._next_step - 1) * self._schedule.rollout_batch_size)
 
     @property
+    def last_admitted_step(self) -> int:
+        return self._next_step - 1
+
+    @property
     def version(self) -> int:
         return self._version
 

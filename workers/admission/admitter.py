@@ -1,7 +1,7 @@
 """Puts new prompts into the queue: the shell around `AdmissionState`, a queue client in a thread of the lead's process.
 
-Published versions, rows lost with a storage unit, groups that became dead letters, and fed rows wake it. The mark is
-durable before the rows of a group are put, so no group id is ever given out twice. When a run resumes from a
+Published versions, rows lost with a storage unit, groups that became dead letters, fed rows and pauses wake it. The
+mark is durable before the rows of a group are put, so no group id is ever given out twice. When a run resumes from a
 checkpoint, finished samples in it (`SavedRows`) replace prompts as their groups are admitted; rows put again after a
 loss are always prompts.
 """
@@ -171,6 +171,31 @@ Draw = Callable[[Sequence[int], int], None]
 FeedEnded = Callable[[int, int], None]
 
 
+class PauseChanged:
+    """The user asked for a pause, or for its end."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Pauses of a run: while one lasts, no step is admitted. Steps that were admitted before are completed, refills
+    included, so that everything then rests at the end of a step.
+
+    Args:
+        asked: whether there is one now.
+        report: called with (last admitted step, newest version) after each event of a pause, and with None at its end.
+        watch: takes what is to be called when a pause begins or ends.
+    """
+
+    asked: Callable[[], bool] = lambda: False
+    report: Callable[[tuple[int, int] | None], None] = lambda steps: None
+    watch: Callable[[Callable[[], None]], None] = lambda call: None
+
+
+NO_PAUSES = Pause()
+AdmissionEvent = int | PutAgain | GroupRemoved | Fed | PauseChanged
+"""A published version, lost rows, a removed group, fed rows, or a pause that begins or ends."""
+
+
 class PromptSource(Protocol):
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
         """Return the first columns of all rows of `groups`, group by group."""
@@ -187,6 +212,7 @@ class PromptAdmitter:
         feed_ended: called once the weights of the last step that a feed has rows for are published; then the queue
             stops.
         last_failure: returns why the last failed rollout failed; "" if none did.
+        pause: of the run; `PauseChanged` says that it begins or ends.
     """
 
     def __init__(
@@ -202,8 +228,11 @@ class PromptAdmitter:
         draw: Draw = lambda groups, version: None,
         feed_ended: FeedEnded = lambda last_step, num_left: None,
         last_failure: Callable[[], str] = lambda: "",
+        pause: Pause = NO_PAUSES,
     ) -> None:
         self._draw = draw
+        self._pause = pause
+        self._told_of_pause = False
         self._last_failure = last_failure
         self._warnings = RepeatedWarnings(logger)
         self._feed_ended = feed_ended
@@ -214,7 +243,7 @@ class PromptAdmitter:
         self._save = save
         self._threads = threads
         self._saved = saved
-        self._events: queue.SimpleQueue[int | PutAgain | GroupRemoved | Fed | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[AdmissionEvent | None] = queue.SimpleQueue()
         self._refills = tuple(state.list_refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
@@ -244,8 +273,8 @@ class PromptAdmitter:
             self._reopened = list(self._state.untrained_steps())
         self._thread = self._threads.start(self._admit_until_closed, name="admission")
 
-    def add_event(self, event: int | PutAgain | GroupRemoved | Fed) -> None:
-        """Queue an event: a published version, lost rows, a removed group, or fed rows. Any thread may call."""
+    def add_event(self, event: AdmissionEvent) -> None:
+        """Queue an event. Any thread may call."""
         self._events.put(event)
 
     def close(self) -> None:
@@ -259,15 +288,19 @@ class PromptAdmitter:
             self._open_step(step)
         self._put_again(self._missing)
         self._admit_steps()
+        self._report_pause()
         while (event := self._events.get()) is not None:
             self._handle_event(event)
+            self._report_pause()
             self._end_with_feed()
 
-    def _handle_event(self, event: int | PutAgain | GroupRemoved | Fed) -> None:
+    def _handle_event(self, event: AdmissionEvent) -> None:
         match event:
             case int():
                 self._published = True
                 self._state.note_published(event)
+                self._admit_steps()
+            case PauseChanged():
                 self._admit_steps()
             case PutAgain():
                 self._put_again(self._state.groups_of_rows(event.rows))
@@ -300,7 +333,15 @@ class PromptAdmitter:
             why = self._last_failure() or "see `last error` of `asyncflow status`, and the logs of that task's role"
             raise TooManyFailures(f"{error}; the last reason: {why}; correct that and resume") from error
 
+    def _report_pause(self) -> None:
+        asked = self._pause.asked()
+        if asked or self._told_of_pause:
+            self._pause.report((self._state.last_admitted_step, self._state.version) if asked else None)
+        self._told_of_pause = asked
+
     def _admit_steps(self) -> None:
+        if self._pause.asked():
+            return
         for step in self._state.admit_steps():
             self._draw([group.group for group in self._state.groups_of(step)], self._state.required_version(step))
             # Durable before the rows exist, so that no group id is ever given out twice.
@@ -381,6 +422,7 @@ def prompt_admission(
     feed: FeedFile | None = None,
     feed_ended: FeedEnded = lambda last_step, num_left: None,
     last_failure: Callable[[], str] = lambda: "",
+    pause: Pause = NO_PAUSES,
 ) -> MakeAdmission:
     """Return the factory that a controller calls once to make its admission; see `PromptAdmitter`.
 
@@ -401,7 +443,9 @@ def prompt_admission(
             draw=draw,
             feed_ended=feed_ended,
             last_failure=last_failure,
+            pause=pause,
         )
+        pause.watch(lambda: admitter.add_event(PauseChanged()))
         if feed is not None:
             feed.watch(admitter.add_event)
         return admitter

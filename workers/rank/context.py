@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from asyncflow.agreement import Identity, differences, software
 from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import bind_to_device, grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
-from asyncflow.job import GangSpec, Job, choose_interfaces, last_words
+from asyncflow.job import NO_PAUSE, PAUSED, GangSpec, Job, choose_interfaces, last_words
 from asyncflow.process import ProcessWork
 from asyncflow.run_files import META_FILE, TIMELINE
 from asyncflow.sealed_store import SealedStore, connect_store
@@ -82,6 +82,11 @@ class WorkerContext:
         self._woken_to_stop: list[threading.Event] = []
         self.exiting = threading.Event()  # services exit, too
         self.num_saves_asked = 0  # how often the user asked for a checkpoint
+        self.pausing = threading.Event()  # the user asked for a pause: no step is admitted
+        self._told_of_pauses: list[Callable[[], None]] = []
+        self._pause_progress = ""
+        self._paused_since: float | None = None
+        self._paused_s = 0.0
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
@@ -109,6 +114,8 @@ class WorkerContext:
             what="launcher: AsyncFlow is another one",
             advice="install the same one everywhere",
         )
+        # Before the first heartbeat, so that admission that starts again in a pause admits nothing.
+        self._obey_pause(self._store.get_existing(["pause"]).get("pause", NO_PAUSE.encode()).decode())
         self._closed = threading.Event()
         self._start_work = ProcessWork(os.getpid())
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -122,6 +129,7 @@ class WorkerContext:
     ) -> None:
         self._closed.set()
         self._heart.join(timeout=5)
+        self._end_pause()
         self.timeline.close()
         self._store.set(f"left/{self.gang.name}/{self.rank}", last_words(error))
 
@@ -284,6 +292,20 @@ class WorkerContext:
         """Also set `wake` when the run stops, for a thread that waits for it and then checks `stopping`."""
         self._woken_to_stop.append(wake)
 
+    def report_pause(self, text: str) -> None:
+        """Set how far a pause is, as admission sees it; "": there is none. Any thread may call."""
+        self._pause_progress = text
+
+    def on_pause(self, call: Callable[[], None]) -> None:
+        """Call `call`, in the heartbeat's thread, whenever `pausing` changes."""
+        self._told_of_pauses.append(call)
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds so far in which the run was paused and everything admitted was trained, as this rank heard of it."""
+        since = self._paused_since
+        return self._paused_s + (0.0 if since is None else time.monotonic() - since)
+
     @property
     def last_step(self) -> int:
         """Number of the last step: from the settings, or an earlier one if a feed ended."""
@@ -317,10 +339,12 @@ class WorkerContext:
         try:
             while True:
                 self._write_status(store)
-                said = store.get_existing(["phase", "save"])
+                said = store.get_existing(["phase", "save", "pause"])
                 if phase := said.get("phase"):
                     self._obey_phase(phase.decode())
                 self.num_saves_asked = int(said.get("save", "0"))
+                if pause := said.get("pause"):
+                    self._obey_pause(pause.decode())
                 if self._closed.wait(HEARTBEAT_S):
                     return
         except RuntimeError:
@@ -334,6 +358,7 @@ class WorkerContext:
             self.report_progress()
         status = {
             **vars(self._status),
+            "pause": self._pause_progress,
             "time": time.time(),
             "pid": os.getpid(),
             "waiting_s": self.timeline.waiting_s,
@@ -349,3 +374,22 @@ class WorkerContext:
                 wake.set()
         if phase == "exit":
             self.exiting.set()
+
+    def _obey_pause(self, pause: str) -> None:
+        if pause != PAUSED:
+            self._end_pause()
+        elif self._paused_since is None:
+            self._paused_since = time.monotonic()
+        if (pause != NO_PAUSE) != self.pausing.is_set():
+            if pause != NO_PAUSE:
+                self.pausing.set()
+            else:
+                self.pausing.clear()
+            for call in self._told_of_pauses:
+                call()
+
+    def _end_pause(self) -> None:
+        if self._paused_since is not None:
+            lasted_s = time.monotonic() - self._paused_since
+            self._paused_s, self._paused_since = self._paused_s + lasted_s, None
+            self.timeline.record_span(PAUSED, lasted_s)

@@ -38,6 +38,8 @@ MOST_TOKENS = 256
 # Leases wait in memory for the disk, and later ones are dropped; returned rows are known if they are among so many.
 _MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` would make one for each line
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +67,7 @@ class SampleLog:
 
     def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, tokenizer: Any | None = None) -> None:
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of tokens: asking the tokenizer for each took most of a line's time
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
         self._kept = kept
 
@@ -88,7 +91,7 @@ class SampleLog:
             "log_probs": rounded(rollout.log_probs_A),
         }
         if self._tokenizer is not None:
-            line["tokens"] = [self._tokenizer.decode([token]) for token in rollout.drawn[:MOST_TOKENS].tolist()]
+            line["tokens"] = [self._text_of(token) for token in rollout.drawn[:MOST_TOKENS].tolist()]
         if rollout.conversations:
             line |= {
                 "conversations": list(rollout.conversations),
@@ -98,11 +101,17 @@ class SampleLog:
                 "metrics": dict(rollout.metrics),
             }
         try:
-            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.write(_encode(line).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             logger.warning("samples: %s; this process shows no more", error)
             self.close()
+
+    def _text_of(self, token: int) -> str:
+        if token not in self._texts:
+            assert self._tokenizer is not None
+            self._texts[token] = self._tokenizer.decode([token])
+        return self._texts[token]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closing flushes the buffer, which may fail, too

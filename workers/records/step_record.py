@@ -243,6 +243,7 @@ class StepRecorder:
         # Replaced groups reported to this recorder.
         self.num_refills = 0
         self._last_at = time.monotonic()
+        self._paused_s = context.paused_s  # until then
         self._waiting: dict[str, list[tuple[float, float]]] = {}
         self._idle: dict[str, float] = {}
 
@@ -265,9 +266,11 @@ class StepRecorder:
         self._unwritten_refills += refills
 
     def write(self, record: StepRecord) -> None:
-        now = time.monotonic()
-        step_time_s, self._last_at = now - self._last_at, now
-        waited_s = (record.first_batch_at or now) - record.started_at
+        now, paused_s = time.monotonic(), self._context.paused_s - self._paused_s
+        self._paused_s += paused_s
+        # A pause lies inside the wait for the first rows, since everything before it was trained.
+        step_time_s, self._last_at = now - self._last_at - paused_s, now
+        waited_s = max(0.0, (record.first_batch_at or now) - record.started_at - paused_s)
         totals = record.totals.to_metrics()
         tokens_per_s = totals["train_tokens"] / step_time_s
         metrics = {
@@ -287,9 +290,10 @@ class StepRecorder:
             "checkpoint_stall_s": round(record.checkpoint_stall_s, 4),
             "checkpoint_failures": record.checkpoint_failures,
             "first_micro_batch_wait_s": round(waited_s, 4),
-            "idle_fraction": self._idle_fractions(),
+            "idle_fraction": self._idle_fractions(paused_s),
             "histograms": record.totals.to_histograms(),
             **self._outside.read_new(),
+            **({"paused_s": round(paused_s, 4)} if paused_s else {}),
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []
@@ -328,8 +332,9 @@ class StepRecorder:
         roles -= {*self._context.config.guests}  # they have the actor's devices
         return sum(len(gang.devices) for gang in self._context.job.gangs if gang.role in roles)
 
-    def _idle_fractions(self) -> dict[str, float]:
-        """Return, per role, the share of time that its ranks waited since the last step in which they reported."""
+    def _idle_fractions(self, paused_s: float) -> dict[str, float]:
+        """Return, per role, the share of time that its ranks waited since the last step in which they reported, without
+        the `paused_s` seconds of a pause, in which all waited."""
         for role, ranks in self._context.waiting_seconds().items():
             before = self._waiting.get(role)
             if role in SERVICES:
@@ -338,9 +343,9 @@ class StepRecorder:
             if before is None or len(before) != len(ranks):
                 self._waiting[role] = ranks
                 continue
-            elapsed = sum(new[0] - old[0] for new, old in zip(ranks, before, strict=True))
+            elapsed = sum(new[0] - old[0] - paused_s for new, old in zip(ranks, before, strict=True))
             if elapsed > 0:  # else no rank of the role has reported since the last step
-                waited = sum(new[1] - old[1] for new, old in zip(ranks, before, strict=True))
+                waited = sum(new[1] - old[1] - paused_s for new, old in zip(ranks, before, strict=True))
                 self._idle[role] = round(min(1.0, max(0.0, waited / elapsed)), 4)
                 self._waiting[role] = ranks
         return dict(self._idle)

@@ -11,6 +11,7 @@ from yaml import YAMLError
 
 from asyncflow.checkpoint_files import QUEUE
 from asyncflow.errors import ConfigError
+from asyncflow.job import PAUSED, PAUSING
 from asyncflow.run_files import FEED_FILE
 from tq.columns import Column
 from tq.control.controller import ControllerService
@@ -20,7 +21,7 @@ from weightsync.agent.agent_service import WeightAgent
 from weightsync.config import ExportConfig
 from weightsync.export import WeightExporter, WeightFeed
 from workers.admission.admission_state import AdmissionState, AdmittedGroup
-from workers.admission.admitter import KeepRule, SavedRows, prompt_admission
+from workers.admission.admitter import KeepRule, Pause, SavedRows, prompt_admission
 from workers.admission.feed_service import FeedService
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.data.feed_file import FeedFile
@@ -163,6 +164,7 @@ def run_controller(context: WorkerContext) -> None:
             feed=None if fed is None else fed.rows,
             feed_ended=functools.partial(_end_with_feed, context),
             last_failure=functools.partial(context.last_failure, ROLLOUT),
+            pause=Pause(context.pausing.is_set, functools.partial(_report_pause, context), context.on_pause),
         )
     leases = None
     if config.rollout.samples_per_step:
@@ -223,6 +225,16 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
     context.end_at(last_step)
     if num_left:
         context.warn_user(f"the feed ended: its last {num_left} rows fill no step, and are not trained")
+
+
+def _report_pause(context: WorkerContext, steps: tuple[int, int] | None) -> None:
+    """Report how far a pause is; the launcher shows it (`launcher.process.progress.pause_text`)."""
+    if steps is None:
+        context.report_pause("")
+    elif steps[0] > steps[1]:
+        context.report_pause(f"{PAUSING} until step {steps[0]} is trained, which was given out before")
+    else:
+        context.report_pause(f"{PAUSED} after step {steps[1]}" if steps[1] else f"{PAUSED} before step 1")
 
 
 def check_data(context: WorkerContext) -> None:

@@ -66,7 +66,8 @@ const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const CARDS = [["reward_mean", "reward"], ["accuracy", "accuracy"], ["kl", "KL"], ["entropy", "entropy"],
   ["response_tokens_mean", "tokens per response"], ["staleness_mean", "staleness"], ["train_tokens_per_s", "tokens/s"],
   ["step_time_s", "s per step"], ["perplexity", "perplexity"]];
-const PER_PAGE = 20, POLL_MS = 2000, FINISHED_POLL_MS = 10000;
+const WHOLE_STEPS = [1, 10, 100, 1000, 10000, 100000].flatMap((size) => [size, 2 * size, 5 * size]);
+const PER_PAGE = 20, POLL_MS = 1500, FINISHED_POLL_MS = 10000;
 
 // Text
 
@@ -285,7 +286,7 @@ class Panel {
     }
     const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
     const signature = JSON.stringify(curves.map((curve) => [curve.label, curve.faint, curve.low !== null, curve.colour,
-      curve.few]));
+      curve.few, curve.bars && curve.xs.every(Number.isInteger)]));
     if (this.plot && signature === this.signature) {
       const xs = this.plot.data[0], scale = this.plot.scales.x;
       const zoomed = xs.length > 1 && (scale.min > xs[0] || scale.max < xs[xs.length - 1]);
@@ -294,12 +295,13 @@ class Panel {
     } else {
       if (this.plot) this.plot.destroy();
       this.signature = signature;
-      this.plot = new uPlot(this.options(series, bands, curves[0].bars), data, this.box);
+      const whole = curves[0].bars && curves[0].xs.every(Number.isInteger);
+      this.plot = new uPlot(this.options(series, bands, curves[0].bars, whole), data, this.box);
     }
     this.tell(null);
   }
 
-  options(series, bands, bars) {
+  options(series, bands, bars, whole) {
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--quiet").trim(), line = style.getPropertyValue("--line").trim();
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui" };
@@ -308,7 +310,7 @@ class Panel {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
       scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = Math.max(0.5, (high - low) * 0.03);
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
-      axes: [{ ...axis, label: bars ? undefined : "step", labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
+      axes: [{ ...axis, label: bars ? " " : "step", incrs: whole ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
         { ...axis, size: 56, values }],
       cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: "step" }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
@@ -475,7 +477,7 @@ function logsPart() {
 // Where the time went, the plan, what runs now, failures, settings
 
 function shadesOf(categories) {
-  return categories.map((name, place) => name === "busy" ? "#2e9e6b" : name === "other" ? "#b9c0cc"
+  return categories.map((name, place) => name === "busy" ? "#2e9e6b" : name === "other" ? "#b9c0cc" : name === "paused" ? "#667085"
     : ["#d9822b", "#e0b13a", "#b8479d", "#7a5cd0", "#128a9c", "#8a5a2b"][(place - 1) % 6]);
 }
 
@@ -562,10 +564,11 @@ async function showAccount(node) {
       part.style.background = shades[place];
       bar.append(part);
     });
-    return [role, bar, (100 * shares.busy).toFixed(0) + " % busy"];
+    return [role, bar, (100 * shares.busy).toFixed(0) + "\u00a0%\u00a0busy"];
   });
+  const rare = (name) => ["paused", "waiting for devices"].includes(name) && !Object.values(account.roles).some((shares) => shares[name]);
   fill(node, table(["role", "share of the time since the first weights", ""], rows),
-    el("div", { class: "key note" }, account.categories.flatMap((name, place) => [swatch(shades[place]), name])),
+    el("div", { class: "key note" }, account.categories.map((name, place) => rare(name) ? null : el("span", null, swatch(shades[place]), name))),
     el("p", { class: "note" }, "Good: the costliest devices are busy. `asyncflow timeline` draws every span."));
 }
 
@@ -587,6 +590,8 @@ function nowNode(run) {
   const live = run.now.live;
   if (!live) return null;
   const parts = [table(["role", "ranks", "does", "weights"], live.roles.map((role) => [role.role, role.ranks, role.does, role.weights]))];
+  if (live.pause) parts.unshift(el("p", null, live.pause));
+  if (live.turn) parts.push(el("p", { class: "note" }, "devices: " + live.turn));
   parts.push(el("details", null, el("summary", null, "every process"), table(
     ["process", "state", "step", "weights", "no progress for", "restarts", "rollouts under way"],
     live.ranks.map((rank) => [rank.name, rank.state + (rank.detail ? " " + rank.detail : ""), rank.step,
@@ -632,24 +637,43 @@ async function showSettings(node) {
 
 // The page
 
+/** Show what a run does in the header. Its buttons stay the same elements while they mean the same, so that none is
+ * replaced under the pointer. */
 function header(run, place) {
-  const { now } = run, dot = el("span", { class: "dot" });
-  dot.style.background = COLOURS[place % COLOURS.length];
+  const { now } = run;
+  if (!run.head) {
+    const dot = el("span", { class: "dot" }), state = el("span"), told = el("span"), buttons = el("span", { class: "run" });
+    dot.style.background = COLOURS[place % COLOURS.length];
+    run.head = { node: el("span", { class: "run" }, dot, el("b", null, now.name), state, told, buttons), state, told, buttons, meaning: "" };
+  }
+  const { head } = run, pause = (now.live || {}).pause || "", state = pause.split(" ")[0] || now.state;
   const last = run.values.step_time_s ? run.values.step_time_s.slice(-20).filter((value) => value !== null).sort((a, b) => a - b) : [];
-  const left = now.state === "running" && now.steps && last.length ? (now.steps - now.step) * last[Math.floor(last.length / 2)] : null;
-  const parts = [dot, el("b", null, now.name), el("span", { class: "state " + now.state }, now.state),
-    `step ${now.step}${now.steps ? "/" + now.steps : ""}` + (now.time_s ? ` · ${duration(now.time_s)}` : "")
-    + (left === null ? "" : ` · about ${duration(left)} left`)];
-  const button = (what, label, question) => el("button", { onclick: async (event) => {
+  const left = now.state === "running" && !pause && now.steps && last.length ? (now.steps - now.step) * last[Math.floor(last.length / 2)] : null;
+  head.state.className = "state " + state;
+  head.state.textContent = state;
+  head.told.textContent = shown(`step ${now.step}${now.steps ? "/" + now.steps : ""}` + (now.time_s ? ` · ${duration(now.time_s)}` : "")
+    + (left === null ? "" : ` · about ${duration(left)} left`) + (state === "pausing" ? ` · ${pause}` : ""));
+  const meaning = page.control && now.state === "running" ? state : "";
+  if (meaning !== head.meaning) fill(head.buttons, meaning && controlButtons(now.name, place, meaning));
+  head.meaning = meaning;
+  return head.node;
+}
+
+function controlButtons(name, place, state) {
+  const button = (what, label, says, question) => el("button", { title: says, onclick: async (event) => {
     if (question && !confirm(question)) return;
     event.target.disabled = true;
     const answer = await page.source.control(what, place);
     if (!answer.ok) alert("not done: " + answer.statusText);
+    setTimeout(() => { event.target.disabled = false; }, 2 * POLL_MS);  // the page shows by then what came of it
   } }, label);
-  if (page.control && now.state === "running") parts.push(
-    button("save", "save after this step"),
-    button("stop", "save and stop", `Save ${now.name} and stop it? It can be resumed.`));
-  return el("span", { class: "run" }, parts);
+  return [
+    state === "running"
+      ? button("pause", "pause", "Give out no more steps. Those that were are still generated and trained; then everything rests.")
+      : button("resume", "resume", "Give out steps again"),
+    state === "paused" ? null : button("save", "save after this step", "Write a checkpoint after the step in progress, and go on"),
+    button("stop", "save and stop", "As Ctrl-C: save the last step and end", `Save ${name} and stop it? It can be resumed.`),
+  ];
 }
 
 function cards() {
@@ -664,7 +688,8 @@ function cards() {
   if (evaluation && evaluation.accuracy !== undefined) found.splice(2, 0, el("div", { class: "figure" }, el("b", null, number(evaluation.accuracy)),
     el("span", null, evaluation.accuracy_low === undefined ? "held-out accuracy"
       : `held-out accuracy (${number(evaluation.accuracy_low)} to ${number(evaluation.accuracy_high)})`)));
-  return found.length ? el("div", { class: "figures" }, found) : el("p", { class: "note" }, "No step is finished yet. The logs below say what goes on.");
+  return found.length ? el("div", { class: "figures" }, found) : el("p", { class: "note" }, run.now.state === "running"
+    ? "No step is finished yet. The logs below say what goes on." : "No step was finished. The logs below say why.");
 }
 
 function build(root) {
@@ -684,7 +709,8 @@ function build(root) {
     const panels = section.panels.map((spec) => new Panel(spec));
     page.panels.push(...panels);
     const extra = section.id === "speed" ? el("div", { class: "grid" }) : null;
-    return { node: el("section", null, el("h2", { id: section.id }, section.title), el("div", { class: "grid" }, panels.map((panel) => panel.node)), extra), extra };
+    const node = el("section", null, el("h2", { id: section.id }, section.title), el("div", { class: "grid" }, panels.map((panel) => panel.node)), extra);
+    return { node, extra, panels };
   });
   const speed = sections.find((section) => section.extra).extra, account = el("div", null), plan = el("div", { class: "wide" }), now = el("div"), failures = el("div"), settings = el("div");
   const accountPanel = el("section", { class: "panel wide" }, el("h3", null, "Where the time went"), account);
@@ -706,7 +732,18 @@ function build(root) {
       known.set(name, panel); page.panels.push(panel); others.append(panel.node);
     }
   }
-  function updatePanels() { for (const panel of page.panels) panel.update(); }
+  function updatePanels() {
+    for (const { node } of sections) node.hidden = false;  // a hidden panel has no width to draw in
+    for (const panel of page.panels) panel.update();
+    for (const { node, panels, extra } of sections) node.hidden = !extra && panels.every((panel) => panel.node.hidden);
+  }
+  /** Links to what is there: a run that has ended does nothing now, and one without steps has no curves. */
+  function updateLinks() {
+    for (const link of head.querySelectorAll("nav a")) {
+      const target = document.getElementById(link.getAttribute("href").slice(1));
+      link.hidden = !target || target.closest("[hidden]") !== null;
+    }
+  }
   let first = true, finished = "", lateFor = 0, updates = 0;
   async function update() {
     let state;
@@ -720,7 +757,8 @@ function build(root) {
     page.control = Boolean(state.control);
     state.runs.forEach((one, place) => { (page.runs[place] = page.runs[place] || new Run()).take(one); });
     document.title = page.runs.map((run) => run.now.name).join(", ") + " · AsyncFlow";
-    fill(runs, page.runs.map(header));
+    const heads = page.runs.map(header);
+    if (first) fill(runs, heads);
     if (first) fill(choice, page.runs.map((run, place) => el("option", { value: place }, run.now.name)));
     chooser.hidden = page.runs.length < 2;
     fill(top, cards());
@@ -737,6 +775,7 @@ function build(root) {
     if (first) showSettings(settings);
     if (first || states !== finished) details();
     else if (updates % 15 === 0 && run.now.state === "running") { showAccount(account); samples.showFirst(); }
+    updateLinks();
     first = false; finished = states;
   }
   async function goOn() {

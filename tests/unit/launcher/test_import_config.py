@@ -88,6 +88,18 @@ def test_trl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     assert config.rollout.engine == "vllm"
 
 
+def test_trl_s_processes_count_where_the_file_says_how_many(tmp_path: Path) -> None:
+    values = imported({**TRL_FILE, "num_processes": 4}, tmp_path)
+    assert values["schedule"]["rollout_batch_size"] == 32
+    assert (values["steps"], values["actor"]["num_mini_batches"]) == (50, 2)
+    assert "4 processes" in (tmp_path / "new.yaml").read_text()
+
+
+def test_a_whole_dump_of_trl_s_defaults_is_not_refused_for_what_has_no_effect(tmp_path: Path) -> None:
+    given = {**TRL_FILE, "router_aux_loss_coef": 0.001, "vllm_structured_outputs_regex": None, "datasets": []}
+    assert imported(given, tmp_path)["steps"] == 50
+
+
 def test_verl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     values = imported(VERL_FILE, tmp_path, steps=105)
     assert values["actor"]["num_mini_batches"] == 4
@@ -129,6 +141,8 @@ def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
         (TRL_FILE, "loss_type", "sapo"),
         (TRL_FILE, "use_dora", True),
         (TRL_FILE, "min_p", 0.1),
+        (TRL_FILE, "vllm_structured_outputs_regex", "[0-9]+"),
+        (TRL_FILE, "datasets", [{"path": "a"}, {"path": "b"}]),
         (TRL_FILE, "scale_rewards", "batch"),
         (TRL_FILE, "top_entropy_quantile", 0.2),
         (TRL_FILE, "reward_weights", [1.0, 0.5]),

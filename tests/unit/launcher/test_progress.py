@@ -12,6 +12,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from launcher.process.progress import (
     failures_line,
     final_lines,
     fit,
+    pause_text,
     print_line,
     role_rows,
     sparkline,
@@ -113,6 +115,18 @@ def test_screen_shows_progress_time_left_figures_roles_and_the_newest_sample() -
         "1 warning: lost a rank",
     ]
     assert screen_text(Screen([], 60, elapsed_s=5.0))[0].endswith(" 0:05")
+
+
+def test_a_pause_is_shown_as_far_as_it_is_and_no_time_is_left_in_it() -> None:
+    lead = replace(status("serving"), pause="pausing until step 9 is trained, which was given out before")
+    assert pause_text(False, lead) == ""
+    assert pause_text(True, None) == pause_text(True, status("serving")) == "pausing", "it has not heard of it"
+    assert pause_text(True, lead) == "pausing until step 9 is trained, which was given out before"
+    text = "paused after step 9"
+    assert pause_text(True, replace(lead, pause=text)) == text
+    screen = Screen([], 60, elapsed_s=65.0).with_step({**FULL, "step": 9, "step_time_s": 2.0})
+    lines = screen_text(Screen(**{**vars(screen), "pause": text}))
+    assert lines[0].endswith(" 1:05") and lines[-1] == text
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
@@ -309,6 +323,21 @@ def test_dumb_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str], monk
         progress.step(STEP)
         progress.update({("actor", 0): status("training")})
         assert capsys.readouterr().out == f"{step_heading(60)}\n{step_line(STEP, 60)}\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_before_the_run_breaks_between_words_in_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, *, terminal: bool
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "note: without effect: algorithm.eps_clip, algorithm.dual_clip (with one update a step)"
+    print_line(line)
+    said = shown.getvalue().splitlines()
+    assert " ".join(" ".join(said).split()) == line
+    assert (len(said) > 1, max(map(len, said)) <= 40) == (terminal, terminal)
 
 
 # In a real terminal.

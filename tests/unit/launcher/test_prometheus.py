@@ -64,6 +64,7 @@ def test_figures_of_the_newest_step_are_served_with_their_parts_as_labels(run_di
         'asyncflow_evaluation_accuracy{"run": "a"}': 0.75,
         'asyncflow_run_state{"run": "a", "state": "running"}': 1,
         'asyncflow_run_state{"run": "a", "state": "killed"}': 0,
+        'asyncflow_run_paused{"run": "a"}': 0,
         'asyncflow_step{"run": "a"}': 7,
         'asyncflow_queue_rows{"run": "a", "state": "ready", "task": "actor"}': 2,
         'asyncflow_rank_idle_seconds{"rank": "actor/0", "role": "actor", "run": "a"}': 0.5,

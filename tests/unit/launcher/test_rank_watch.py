@@ -22,10 +22,9 @@ def says(state: str, *, at: float, idle_s: float = 0.0, detail: str = "") -> Sta
     return Status(state, detail, time=at, idle_s=idle_s)
 
 
-def look(watch: RankWatch, now: float, **statuses: Status) -> list[RankStuck]:
-    return watch.find_stuck_ranks(
-        {(name.replace("_", "-"), 0): status for name, status in statuses.items()}, workers=WORKERS, now=now
-    )
+def look(watch: RankWatch, now: float, *, paused: bool = False, **statuses: Status) -> list[RankStuck]:
+    named = {(name.replace("_", "-"), 0): status for name, status in statuses.items()}
+    return watch.find_stuck_ranks(named, workers=WORKERS, now=now, paused=paused)
 
 
 def look_until(watch: RankWatch, first: int, last: int, **statuses: Status) -> list[RankStuck]:
@@ -141,3 +140,23 @@ def test_whoever_is_stuck_for_longest_comes_first() -> None:
     assert [stuck.gang for stuck in look(new_watch(), 0.0, actor=actor, rollout_0=rollout)] == ["rollout-0", "actor"]
     rollout = says("generating", at=1.0, idle_s=1000.5)
     assert [stuck.gang for stuck in look(new_watch(), 0.0, actor=actor, rollout_0=rollout)] == ["actor", "rollout-0"]
+
+
+def test_ranks_that_wait_in_a_pause_are_no_deadlock_nor_are_they_right_after_it() -> None:
+    watch = new_watch()
+
+    def rest(now: int, *, paused: bool) -> list[RankStuck]:
+        rollout, actor = (says(f"waiting for {what}", at=now, idle_s=now) for what in ("prompts", "rows"))
+        return look(watch, now, paused=paused, rollout_0=rollout, actor=actor, storage_0=says("serving", at=now))
+
+    for now in range(0, 5000, 50):
+        assert rest(now, paused=True) == []
+    for now in range(5000, 5151, 50):
+        assert rest(now, paused=False) == [], "the waits of the pause do not count"
+    (stuck,) = rest(5151, paused=False)
+    assert stuck.why.startswith("deadlock")
+
+
+def test_rank_that_is_stuck_in_work_is_found_in_a_pause_too() -> None:
+    (stuck,) = look(new_watch(), 0.0, paused=True, actor=says("saving", at=1.0, idle_s=1001.0))
+    assert stuck.gang == "actor"

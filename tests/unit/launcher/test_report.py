@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.report.report import plot, read_curves
+from launcher.report.report import grouped_runs, mean_curve, plot, read_curves
 from tests.support.logged_runs import add_steps, append, make_run
 
 
@@ -35,11 +35,28 @@ def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:
     add_steps(other, 1, 2)
     output = tmp_path / "curves.svg"
     plot([run_dir, other, other], ["reward_mean", "evaluation/accuracy"], output)
+    plot([run_dir, other], ["reward_mean"], output, steps=(1, 2), group="seed")
+    with pytest.raises(ConfigError, match="--step: no run has reward_mean in steps 4 to 9"):
+        plot([run_dir], ["reward_mean"], output, steps=(4, 9))
     assert ElementTree.parse(output).getroot().tag.endswith("svg")
     with pytest.raises(ConfigError, match="--metric: no run has 'rewards_mean'; did you mean 'reward_mean'"):
         plot([run_dir], ["rewards_mean"], output)
     with pytest.raises(ConfigError, match=r"-o: .*curves.foo cannot be written"):
         plot([run_dir], ["reward_mean"], tmp_path / "curves.foo")
+
+
+def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp_path: Path) -> None:
+    others = [make_run(tmp_path / name, "[]") for name in ("b", "c")]
+    (others[1] / "config.yaml").write_text("actor: {lr: 0.5}\n")
+    groups = grouped_runs([run_dir, *others], "actor.lr")
+    assert list(groups.values()) == [[run_dir, others[0]], [others[1]]]
+    assert list(groups)[1] == "actor.lr 0.5, 1 run" and next(iter(groups)).endswith(", 2 runs")
+    with pytest.raises(ConfigError, match=r"--group: no run has a setting 'actor.lrr'; did you mean 'actor.lr'\?"):
+        grouped_runs([run_dir], "actor.lrr")
+    spread = 2**0.5
+    assert mean_curve([{1: 1.0, 2: 4.0}, {1: 3.0}]) == (
+        [1, 2], [2.0, 4.0], pytest.approx([2 - spread, 4.0]), pytest.approx([2 + spread, 4.0]),
+    )  # fmt: skip
 
 
 def test_without_matplotlib_one_line_says_what_to_do(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

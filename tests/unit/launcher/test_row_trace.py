@@ -195,3 +195,33 @@ def test_a_torn_line_is_skipped_until_it_is_whole(run_dir: Path) -> None:
     with path.open("ab") as file:
         file.write(line[20:] + b"\n")
     assert RowTrace.read(run_dir, 12).trained == [trained(6, 12)]
+
+
+def test_neither_a_link_nor_a_forged_index_leads_out_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    """A run may come from somebody else."""
+    secret = tmp_path / "secret.jsonl"
+    append(secret, {"index": 77, "prompt": "secret"})
+    (run_dir / "samples" / "rollout-5.jsonl").symlink_to(secret)
+    with pytest.raises(ConfigError, match="nothing about row 77"):
+        RowTrace.read(run_dir, 77)
+    with sqlite3.connect(run_dir / "trace" / INDEX_FILE) as database:
+        database.execute("INSERT INTO files VALUES (99, 'samples/../../secret.jsonl', 0, 0, '')")
+        database.execute("INSERT INTO rows VALUES (77, 99, 0)")
+    database.close()
+    with pytest.raises(ConfigError, match="nothing about row 77"):
+        RowTrace.read(run_dir, 77)
+    assert RowTrace.read(run_dir, 4).trained == [trained(2, 4, 5)]
+
+
+def test_no_name_in_a_trace_commands_the_terminal(run_dir: Path) -> None:
+    keep(run_dir, 6, worker="x")
+    line = {"task": "judge\x1b[2J", "token": 1, "step": 3, "rows": [6], "to": "a", "time_s": 7.0}
+    append(run_dir / "trace" / "leases-controller-0.jsonl", line)
+    assert "judge\\x1b[2J" in RowTrace.read(run_dir, 6).as_text()
+
+
+def test_an_index_that_is_a_link_is_neither_read_nor_written(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    (run_dir / "trace" / INDEX_FILE).symlink_to(other)
+    assert RowTrace.read(run_dir, 4).trained == [trained(2, 4, 5)]
+    assert not other.exists()

@@ -67,6 +67,7 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
         {
             "busy": 0.5, "waiting for data": 0.3, "waiting for peers": 0.1, "other": 0.1,
             "waiting for admission": 0, "waiting for weights": 0, "waiting for disk": 0, "waiting for devices": 0,
+            "paused": 0,
         }
     )  # fmt: skip
     assert found["rollout"]["busy"] == pytest.approx(0.7)
@@ -85,6 +86,17 @@ def test_of_spans_inside_each_other_the_innermost_counts() -> None:
     shares = account(spans, 0, 10)
     assert shares["waiting for weights"] == pytest.approx(0.2)
     assert shares["busy"] == pytest.approx(0.8)
+
+
+def test_waits_in_a_pause_are_its_own_but_work_is_work() -> None:
+    spans = [Span("wait for rows", 0, 8, {}), Span("paused", 2, 9, {}), Span("evaluate", 8, 10, {})]
+    shares = account(spans, 0, 10)
+    assert {name: share for name, share in shares.items() if share} == pytest.approx(
+        {"waiting for data": 0.2, "paused": 0.6, "busy": 0.2}
+    )
+    assert "paused" in account_text({"actor": shares}) and "paused" not in account_text({"actor": account([], 0, 1)})
+    everything = dict.fromkeys(CATEGORIES, 0.1)
+    assert max(map(len, account_text({"actor": everything}).splitlines())) <= 80
 
 
 def test_of_spans_that_begin_together_the_inner_one_counts() -> None:

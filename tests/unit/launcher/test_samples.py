@@ -74,3 +74,11 @@ def test_steps_group_and_text_choose_rollouts(run_dir: Path) -> None:
     for choice, told in (({"group": 7}, "--group: 7"), ({"search": "nowhere"}, "--search: 'nowhere'")):
         with pytest.raises(ConfigError, match=told):
             rows(**choice)  # type: ignore[arg-type]
+
+
+def test_neither_a_role_nor_the_name_of_a_figure_commands_the_terminal(run_dir: Path) -> None:
+    talk = [[{"role": "user\x1b[1m", "content": "hello"}]]
+    odd = json.dumps(line(3, 9, 1.0, conversations=talk, metrics={"part\x1b]0;": 1.0}))
+    (run_dir / "samples" / "rollout-1.jsonl").write_text(odd + "\n")
+    text = samples_text(run_dir, steps=(3, 3), worst=0, best=0, number=1)
+    assert "\x1b" not in text and "[user\\x1b[1m] hello" in text and "part\\x1b]0; 1" in text

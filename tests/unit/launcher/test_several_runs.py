@@ -54,6 +54,33 @@ def test_list_says_how_each_run_ended_and_one_damaged_run_hides_no_other(tmp_pat
     assert all(len(line) <= 80 for line in list_text(list(runs.values())).splitlines())
 
 
+@pytest.mark.parametrize(
+    ("pause", "state"), [("", "running"), ("pausing", "running"), ("paused after step 3", "paused")]
+)
+def test_a_run_that_rests_in_a_pause_is_not_called_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: str, state: str
+) -> None:
+    run = made_run(tmp_path / "a", code=None)
+    (run / "status.json").write_text(json.dumps({"pause": pause}))
+    monkeypatch.setattr("launcher.run.several_runs.is_live", lambda path: True)
+    assert [one.state for one in list_runs(tmp_path)] == [state]
+
+
+def test_logs_are_of_the_newest_run_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_run(tmp_path / "runs" / "a")
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(main, ["logs", "-n", "1"])
+    assert said.exit_code == 0 and "last of 2" in said.output
+    said = CliRunner().invoke(main, ["logs", "rollout/2", "-n", "1"])
+    assert (said.exit_code, said.output) == (0, "last of 2\n")
+    assert CliRunner().invoke(main, ["logs", "runs/b"]).exit_code == 2
+
+
+def test_no_key_of_a_configuration_commands_the_terminal(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / name, settings={"x\x1b[2J": name}) for name in ("a", "b")]
+    assert "\x1b" not in diff_text(runs) and "x\\x1b[2J" in diff_text(runs)
+
+
 def test_directory_without_runs_is_one_line(tmp_path: Path) -> None:
     said = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert (said.exit_code, said.output.count("\n")) == (2, 1)

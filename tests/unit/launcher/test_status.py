@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
+from launcher.cli.commands import main
 from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus, read_status
 from launcher.run.supervisor import RestartLog
@@ -71,6 +73,12 @@ def test_rollouts_of_functions_are_shown_with_where_their_time_goes() -> None:
     assert line.split()[1:6] == ["12", "3", "1", "8", "40"]
     assert line.endswith("30 % drawing, 10 % waiting, 60 % in tools")
     assert "ROLLOUTS" not in status().as_text(now=101.0)
+
+
+def test_a_pause_stands_above_everything() -> None:
+    paused = replace(status(), pause="paused after step 9")
+    assert paused.as_text(now=101.0).splitlines()[2] == "paused after step 9"
+    assert json.loads(paused.as_json())["pause"] == "paused after step 9"
 
 
 def test_the_newest_evaluation_is_shown() -> None:
@@ -241,3 +249,21 @@ def test_who_has_shared_devices_is_shown() -> None:
     shown = replace(status(), turn="actor; rollout-0, rollout-1 wait")
     assert "\n\ndevices: actor; rollout-0, rollout-1 wait\n\n" in shown.as_text(now=101.0)
     assert json.loads(shown.as_json())["turn"] == shown.turn
+
+
+def test_a_run_that_is_starting_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = RunEnd(tmp_path, ["done (step 3/3)"], 0, 1.0)
+    said: list[TransportError | RunStatus | RunEnd] = [TransportError("the run is starting"), status(), ended]
+
+    def read(run_dir: Path) -> RunStatus | RunEnd:
+        now = said.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    monkeypatch.setattr("launcher.run.status.read_status", read)
+    monkeypatch.setattr("launcher.cli.commands._WATCH_S", 0.0)
+    shown = CliRunner().invoke(main, ["status", str(tmp_path), "--watch"])
+    assert shown.exit_code == 0 and not said
+    assert "the run is starting" in shown.output and "log-probs" in shown.output
+    assert shown.output.endswith("done (step 3/3)\n")

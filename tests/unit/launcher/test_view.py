@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import launcher.view.report_page
 from asyncflow.errors import ConfigError
-from asyncflow.process import SAVE_SIGNAL
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from launcher.cli.commands import main
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
@@ -179,7 +179,7 @@ def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
     sample(run_dir, 1, 0, 0.5, response="ÄPFEL")
     sample(run_dir, 2, 1, None)
     with (run_dir / "samples" / "rollout-0.jsonl").open("a") as file:
-        file.write("{damaged\n")
+        file.write('{damaged\n{"step": 2, "index": 99999999999999999999}\n')
     assert run.samples()["total"] == 2
     sample(run_dir, 2, 2, -1.0)
     sample(run_dir, 3, 3, 2.0, conversations=[[{"role": "tool", "content": "eight äpfel"}]])
@@ -225,6 +225,25 @@ def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_p
     assert long is not None and not long["follows"]
     assert long["text"].endswith("99999\n") and len(long["text"]) <= 64 * 1024
     assert run.samples()["total"] == 0
+
+
+def test_a_configuration_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("password: 1\n")
+    (run_dir / "config.yaml").unlink()
+    (run_dir / "config.yaml").symlink_to(secret)
+    assert RunReader(run_dir, "run").settings_text() == "config.yaml is a link out of the run's directory"
+    add_steps(run_dir, 1, 1)
+    assert "password" not in write_report(run_dir).read_text()
+
+
+def test_a_report_replaces_a_link_in_its_place_and_leaves_what_it_names(run_dir: Path, tmp_path: Path) -> None:
+    add_steps(run_dir, 1, 1)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (run_dir / "report.html").symlink_to(mine)
+    written = write_report(run_dir)
+    assert mine.read_text() == "mine" and not written.is_symlink() and "<html" in written.read_text()
 
 
 # The server
@@ -323,10 +342,12 @@ def test_the_page_gets_several_runs_and_how_they_differ(run_dir: Path, tmp_path:
     serve([run_dir, other], question)
 
 
-def test_a_run_is_saved_and_stopped_only_by_a_page_with_control(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_controlled_only_by_a_page_with_control(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[int] = []
     pytest.importorskip("aiohttp")
-    signals = {"stop": signal.SIGTERM, "save": SAVE_SIGNAL}
+    signals = {
+        "stop": signal.SIGTERM, "save": SAVE_SIGNAL, "pause": PAUSE_SIGNAL, "resume": RESUME_SIGNAL,
+    }  # fmt: skip
     before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in signals.values()}
     launcher: list[int | None] = [os.getpid()]
     monkeypatch.setattr("launcher.view.server.running_launcher", lambda path: launcher[0])
@@ -345,7 +366,9 @@ def test_a_run_is_saved_and_stopped_only_by_a_page_with_control(run_dir: Path, m
             assert (await client.get(f"/{token}/api/{what}", headers=control)).status == 405
         assert got == []
         own = {**control, "Origin": f"http://{client.server.host}:{client.server.port}"}
-        assert (await client.post(f"/{token}/api/save", headers=own)).status == 200
+        for what in ("save", "pause", "resume"):
+            assert (await client.post(f"/{token}/api/{what}", headers=own)).status == 200
+        assert (await client.post(f"/{token}/api/kill", headers=own)).status in (404, 405)
         assert (await client.post(f"/{token}/api/stop", headers=control)).status == 200
         launcher[0] = None
         assert (await client.post(f"/{token}/api/stop", headers=control)).status == 409
@@ -356,7 +379,7 @@ def test_a_run_is_saved_and_stopped_only_by_a_page_with_control(run_dir: Path, m
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert got == [SAVE_SIGNAL, signal.SIGTERM]
+    assert got == [SAVE_SIGNAL, PAUSE_SIGNAL, RESUME_SIGNAL, signal.SIGTERM]
 
 
 def test_without_aiohttp_or_a_run_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Admission's shell: what it does when the lead controller starts again."""
 
+import queue
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tq.control.events import GroupRemoved, PutAgain
 from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk
 from workers.admission.admission_state import AdmissionState, AdmittedGroup
-from workers.admission.admitter import PromptAdmitter, prompt_admission
+from workers.admission.admitter import Pause, PauseChanged, PromptAdmitter, prompt_admission
 from workers.data.feed_file import Fed
 from workers.settings.schedule import Fill, ScheduleConfig
 
@@ -221,3 +222,57 @@ def test_lead_that_starts_again_admits_what_weights_allow_that_came_after_its_ma
     assert client.quiet.wait(10)
     admission.close()
     assert client.put == {3: [8, 9, 10, 11]}
+
+
+class Pauses:
+    """The user's pauses, and what admission says of them; the lead's heartbeat calls `change`."""
+
+    def __init__(self, *, asked: bool) -> None:
+        self.asked = asked
+        self.said: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+
+    def admit(self, state: AdmissionState, client: FakeClient) -> PromptAdmitter:
+        return PromptAdmitter(
+            state,
+            client,
+            Prompts(),
+            num_units=1,
+            save=lambda mark: None,
+            threads=ServiceThreads("controller-0"),
+            pause=Pause(lambda: self.asked, self.said.put),
+        )
+
+    def change(self, admitter: PromptAdmitter, *, asked: bool) -> None:
+        self.asked = asked
+        admitter.add_event(PauseChanged())
+
+
+def test_a_pause_completes_the_steps_that_were_given_out_and_admits_none() -> None:
+    state, client, pauses = AdmissionState(SCHEDULE, version=0, last_step=9), FakeClient(2, ()), Pauses(asked=False)
+    admitter = pauses.admit(state, client)
+    admitter.start(None)
+    assert client.quiet.wait(10)
+    pauses.change(admitter, asked=True)
+    assert pauses.said.get(timeout=10) == (2, 0)
+    admitter.add_event(1)
+    assert pauses.said.get(timeout=10) == (2, 1), "the weights of step 1 admit step 3, but for the pause"
+    admitter.add_event(GroupRemoved(2, 2, 2, RemovalCause("rewards", filtered=True)))
+    assert pauses.said.get(timeout=10) == (2, 1)
+    admitter.add_event(2)
+    assert pauses.said.get(timeout=10) == (2, 2), "everything is trained"
+    assert client.put == {1: [0, 1, 2, 3], 2: [4, 5, 6, 7, 8, 9]}, "a refill is a part of its step"
+    client.quiet.clear()
+    client._last_step = 4
+    pauses.change(admitter, asked=False)
+    assert client.quiet.wait(10) and pauses.said.get(timeout=10) is None
+    admitter.close()
+    assert client.opened == {1: 4, 2: 4, 3: 4, 4: 4}
+
+
+def test_lead_that_starts_again_in_a_pause_stays_in_it_and_puts_lost_rows_again() -> None:
+    state, client, pauses = AdmissionState(SCHEDULE, version=1, last_step=9), FakeClient(2, ()), Pauses(asked=True)
+    admitter = pauses.admit(state.restore_mark(AdmissionMark(version=1, next_step=3)), client)
+    admitter.start({2: [4, 5]})
+    assert pauses.said.get(timeout=10) == (2, 1)
+    admitter.close()
+    assert client.put == {2: [6, 7]}
