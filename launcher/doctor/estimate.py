@@ -32,6 +32,7 @@ _SERVICE_BYTES = 40 * 10**6
 _RANK_BYTES = 80 * 10**6
 _DEVICE_RANK_BYTES = 2 * 10**9
 _TOKEN_BYTES = 24
+_OTHER_TOKEN_BYTES = 8  # an id, and a log-probability
 
 
 def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
@@ -206,7 +207,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token.
+    """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token, and 8 per drawn token
+    for each further token whose log-probability travels with it.
 
     Rows retained for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill to disk.
     """
@@ -219,7 +221,9 @@ def queue_bytes(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    return (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
+    drawn, algorithm = config.rollout.max_response_tokens, config.algorithm
+    others = algorithm.num_top_log_probs + getattr(algorithm, "top_k", 0)  # (the latter: of a teacher)
+    return (config.data.max_prompt_tokens + drawn) * _TOKEN_BYTES + drawn * others * _OTHER_TOKEN_BYTES
 
 
 def _reward_model_bytes(checked: Preflight) -> int:
