@@ -32,6 +32,8 @@ _SERVICE_BYTES = 40 * 10**6
 _RANK_BYTES = 80 * 10**6
 _DEVICE_RANK_BYTES = 2 * 10**9
 _TOKEN_BYTES = 24
+_OTHER_TOKEN_BYTES = 8  # an id, and a log-probability
+_KEPT_TOKEN_BYTES = 4  # an id
 
 
 def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
@@ -208,8 +210,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
 
 def queue_bytes(config: RunConfig) -> int:
     """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token; and for each drawn one
-    8 K of a teacher's K likeliest tokens, and 4 k of the k kept by top-k (`rollout.keep_sampling_mask`; those of top-p
-    alone are not known).
+    8 per further token whose log-probability travels with it, and 4 k of the k kept by top-k
+    (`rollout.keep_sampling_mask`; those of top-p alone are not known).
 
     Rows retained for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill to disk.
     """
@@ -222,9 +224,12 @@ def queue_bytes(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    drawn = config.rollout.max_response_tokens
-    likeliest, kept = getattr(config.algorithm, "top_k", 0), config.rollout.top_k if config.rollout.keeps_mask else 0
-    return (config.data.max_prompt_tokens + drawn) * _TOKEN_BYTES + drawn * (8 * likeliest + 4 * kept)
+    drawn, algorithm = config.rollout.max_response_tokens, config.algorithm
+    others = algorithm.num_top_log_probs + getattr(algorithm, "top_k", 0)  # (the latter: of a teacher)
+    kept = config.rollout.top_k if config.rollout.keeps_mask else 0
+    return (config.data.max_prompt_tokens + drawn) * _TOKEN_BYTES + drawn * (
+        others * _OTHER_TOKEN_BYTES + kept * _KEPT_TOKEN_BYTES
+    )
 
 
 def _reward_model_bytes(checked: Preflight) -> int:

@@ -31,17 +31,35 @@ def test_kept_masks_reach_every_model_that_gives_log_probabilities(tmp_path: Pat
     assert "draws from a part of the distribution" not in finished.stderr + finished.stdout
 
 
+def test_dppos_likeliest_tokens_bound_updates_of_one_rank_and_of_two_alike(tmp_path: Path) -> None:
+    """In the second update the policy has moved; the first step's responses are the same."""
+    own = ("algorithm.name=dppo", "algorithm.divergence_top_k=5", "algorithm.max_divergence=0.02", "deterministic=true",
+           "schedule.mode=sync", "actor.num_mini_batches=4", "actor.lr=0.003")  # fmt: skip
+    settings = [argument for setting in own for argument in ("--set", setting)]
+    found = []
+    for ranks in (1, 2):
+        placed = ("--run-dir", f"run-{ranks}", "--roles", f"rollout:1,actor:{ranks}", "--steps", "1", *LEAN, *settings)
+        finished = command.run(*placed, *SMALL, cwd=tmp_path, deadline_s=DEADLINE_S)
+        assert finished.returncode == 0, finished.stderr
+        found += command.lines(tmp_path / f"run-{ranks}/metrics.jsonl")
+    one, two = found
+    assert 0 < one["clip_fraction"] < 1
+    for name in ("clip_fraction", "loss", "grad_norm", "behaviour_kl", "reward_mean"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+
+
 @pytest.mark.parametrize("settings", [
     ("algorithm.name=dapo", "algorithm.overlong_buffer_tokens=1"), ("algorithm.name=rloo",), ("algorithm.name=gspo",),
     ("algorithm.name=reinforce_plus_plus",), ("algorithm.name=reinforce_plus_plus", "algorithm.baseline=group"),
     ("algorithm.scale_advantages_by_std=false", "algorithm.loss_normalization=constant"),
     ("algorithm.name=cispo",), ("algorithm.name=dppo",), ("algorithm.name=dppo", "algorithm.divergence=kl"),
+    ("algorithm.name=dppo", "algorithm.divergence_top_k=4", "actor.num_mini_batches=2"),
     ("algorithm.off_policy.method=icepop", "algorithm.off_policy.mask=geometric"),
     ("algorithm.off_policy.mask=sequence",),
     ("algorithm.name=custom_algorithm:SoftGated", f"code_directory={EXAMPLES}"),
 ], ids=[
     "dapo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo",
-    "cispo", "dppo_tv", "dppo_kl", "icepop_geometric_mask", "sequence_mask", "custom",
+    "cispo", "dppo_tv", "dppo_kl", "dppo_top_k", "icepop_geometric_mask", "sequence_mask", "custom",
 ])  # fmt: skip
 def test_an_algorithm_learns_the_quickstart(tmp_path: Path, settings: tuple[str, ...]) -> None:
     own = [argument for setting in settings for argument in ("--set", setting)]

@@ -71,6 +71,14 @@ def test_rollouts_that_were_saved_without_their_turns_rewards_are_made_again() -
     assert usable(turns, before=turns) == kept
 
 
+def test_rollouts_with_another_number_of_likeliest_tokens_are_made_again() -> None:
+    few, more = (config(algorithm={"name": "dppo", "divergence_top_k": number}) for number in (2, 3))
+    likeliest = {"rollout_top_ids", "rollout_top_log_probs"}
+    assert usable(few, before=few) == EVERYTHING | likeliest
+    assert usable(more, before=few) == PROMPT
+    assert usable(config(algorithm={"name": "dppo"}), before=few) == PROMPT
+
+
 def test_log_probabilities_under_the_newest_weights_are_computed_again() -> None:
     updates = config(actor={"num_mini_batches": 2}, algorithm={"off_policy": {"method": "decoupled"}})
     assert "old_log_probs" not in usable(updates, before=updates)

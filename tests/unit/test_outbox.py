@@ -29,6 +29,8 @@ from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import single_turn
 from workers.rows.finished import FinishedRollout, RolloutRequest
+from workers.rows.packed_rows import TokenSets, TopTokens, samples_of, sequences_of
+from workers.settings.dataflow import KEPT_COLUMNS, ROLLOUT_TOP_COLUMNS
 from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 30
@@ -442,3 +444,32 @@ def test_groups_whose_turns_differ_are_trained_though_their_sums_are_equal(model
     outbox.close(stop=threading.Event())
     scorer.close()
     assert [rows for rows, _ in client.puts] == [[10, 11]] and client.filtered == [[12, 13]]
+
+
+@pytest.mark.parametrize("names", [KEPT_COLUMNS, ROLLOUT_TOP_COLUMNS])
+def test_columns_of_an_engines_tokens_are_put_also_where_no_rollout_has_any(
+    samples: SampleLog, names: tuple[str, str]
+) -> None:
+    """A row is ready only with all columns of its task, so a put without them would never be trained."""
+    client = Queue()
+    one = lease(client, 5, 6)
+    reports = {
+        "kept": TokenSets(torch.tensor([5, 6, 5], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)),
+        "top": TopTokens(torch.tensor([[5, 6], [5, 7]], dtype=torch.int32), torch.tensor([[-0.5, -1.0], [-0.1, -3.0]])),
+    }
+    drew = replace(rolled(one, response(10)), **reports)
+    empty = FinishedRollout.without_tokens(RolloutRequest(11, 11, 0, torch.tensor([6])), reward=0.0)
+    outbox = Outbox(scorer=None, samples=samples, rows_per_put=1, outputs=names)
+    for rollout in (drew, empty):
+        outbox.add_rollout(one, rollout)
+    outbox.close(stop=threading.Event())
+    parts = {rows[0]: columns for rows, columns in client.puts}
+    assert parts[10].keys() == parts[11].keys() > set(names)
+    assert [len(column.values) for name, column in parts[11].items() if name in names] == [0, 0]
+    assert all(parts[10][name].values.dtype == parts[11][name].values.dtype for name in names)
+    together = {name: Column.concatenate([parts[11][name], parts[10][name]]) for name in parts[10]}
+    both = samples_of(PackedBatch((11, 10), together, (0, 0)))
+    found = sequences_of(both, others=names[0] if names == ROLLOUT_TOP_COLUMNS else None)
+    sets = found.others or found.kept
+    assert sets is not None and sets.ids_P.tolist() == ([5, 6, 5] if names == KEPT_COLUMNS else [5, 6, 5, 7])
+    assert sets.counts_A.tolist() == ([2, 1] if names == KEPT_COLUMNS else [2, 2])

@@ -18,9 +18,10 @@ ADAPTERS = ("asyncflow/vendors.py", "weightsync/notify.py", "workers/engines/")
 """They name what others' programs have."""
 OUTSIDE = {
     "_apply_scaling", "_get_resolved_checkpoint_files", "_new_process_group_helper", "add_bos_token",
-    "all_special_ids", "DataLoader", "Dataset", "device_id", "dppo_kl", "dppo_tv", "ensure_running", "ForkServer",
-    "Generator", "gpu001", "is_torch_npu_available", "LlamaForSequenceClassification", "MAX_ARG_STRLEN",
-    "modeling_utils", "nohup", "permutation", "RotaryEmbedding", "torchrun", "use_attribute_docstrings", "wraps",
+    "all_special_ids", "compute_topk_kl", "DataLoader", "Dataset", "device_id", "dppo_kl", "dppo_tv", "DPPOTrainer",
+    "ensure_running", "ForkServer", "Generator", "gpu001", "is_torch_npu_available", "LlamaForSequenceClassification",
+    "MAX_ARG_STRLEN", "modeling_utils", "nohup", "permutation", "RotaryEmbedding", "torchrun",
+    "use_attribute_docstrings", "wraps",
 }  # fmt: skip
 """Names of libraries, commands and papers that docstrings and comments mention."""
 _NOTE = re.compile(r'"""((?:.|\n)*?)"""|(#[^\n]*(?:\n *#[^\n]*)*)')

@@ -134,7 +134,7 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
     sampling = SamplingConfig(max_response_tokens=8)
     given = engine_arguments(
         Path("model"), ModelConfig(path="model"), VllmConfig(), plan_log_probs(sampling),
-        max_len=16, num_slots=1, device=torch.device(device), sleeps=True,
+        max_len=16, num_slots=1, device=torch.device(device), sleeps=True, num_top_log_probs=3, keeps_mask=True,
         adapters=adapter_arguments(LoraConfig(rank=20), ["model.layers.0.self_attn.q_proj", "h.1.q_proj"]),
     )  # fmt: skip
     assert (given["max_lora_rank"], given["lora_target_modules"]) == (32, ["q_proj"])

@@ -86,3 +86,16 @@ def test_two_ranks_that_share_the_model_generate_for_a_run(tmp_path: Path) -> No
     assert metrics[0]["rollout_log_prob_diff_max"] < 1e-3
     assert metrics[1]["train_tokens_per_s"] == pytest.approx(3 * metrics[1]["train_tokens_per_s_per_device"], rel=0.05)
     assert not (tmp_path / "run" / "samples" / "rollout-1.jsonl").exists(), "both ranks are one instance"
+
+
+@pytest.mark.timeout(1600)
+def test_likeliest_tokens_of_a_run_are_the_trainers(tmp_path: Path) -> None:
+    """Wrong tokens or log-probabilities would be far from the trainer's, and half of them would leave the loss."""
+    own = {"algorithm.name": "dppo", "algorithm.divergence_top_k": 30, "algorithm.max_divergence": 0.01}
+    words = tiny_run.arguments(tmp_path, **own)
+    finished = command.run(
+        *words, "--run-dir", "run", "--steps", "2", "--roles", "rollout:1,actor:1", cwd=tmp_path, deadline_s=_DEADLINE_S
+    )
+    assert finished.returncode == 0, finished.stderr
+    first = command.lines(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["clip_fraction"] == 0 and first["rollout_log_prob_diff_max"] < 1e-3

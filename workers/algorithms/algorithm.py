@@ -38,6 +38,8 @@ from workers.algorithms.parts import (
     PolicyParts,
     PPOClip,
     Teacher,
+    TopDivergence,
+    TopOutcomes,
     ValueLoss,
     WeightClip,
     loss_scale,
@@ -60,7 +62,7 @@ from workers.settings.algorithms import (
     SFTConfig,
     TurnCreditConfig,
 )
-from workers.settings.dataflow import LOSS_WEIGHTS, TURN_IDS, TURN_REWARDS
+from workers.settings.dataflow import LOSS_WEIGHTS, ROLLOUT_TOP_COLUMNS, TURN_IDS, TURN_REWARDS
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
@@ -548,18 +550,37 @@ class DPPO(GRPO):
     """Divergence proximal policy optimization (Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14).
 
     Advantage: GRPO's. Loss: instead of a clip of the ratio, a bound on how far a probability moves: tokens further than
-    `max_divergence` from the policy that drew them do not move further away. `divergence: tv` and `kl` are the binary
-    approximations; the top-k ones need the probabilities of other tokens.
+    `max_divergence` from the policy that drew them do not move further away. The divergence, `tv` or `kl`, is that of
+    the drawn token against all others or, with `divergence_top_k`, of the likeliest tokens and the drawn one.
     """
 
     per_sample = True
+
+    def __init__(self, config: GroupConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
+        self.other_tokens = ROLLOUT_TOP_COLUMNS[0] if config.num_top_log_probs else None
 
     def clips(self) -> tuple[Clip, ...]:
         """Return the truncation of the ratio, then the trust region."""
         config = self._config
         assert isinstance(config, DPPOConfig)
         bound = config.max_divergence or AUTHORS_BOUNDS[config.divergence]
-        return (WeightClip(0.0, config.max_ratio), BinaryDivergence(config.divergence, bound))
+        divergence = TopDivergence if config.divergence_top_k else BinaryDivergence
+        return (WeightClip(0.0, config.max_ratio), divergence(config.divergence, bound))
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> MicroLoss:
+        """Like `Algorithm.loss`; with `divergence_top_k` also from the columns `ROLLOUT_TOP_COLUMNS`. The loss then
+        takes those tokens' log-probabilities under the policy as third argument."""
+        loss = super().loss(batch, device=device)
+        if self.other_tokens is None:
+            return loss
+        assert isinstance(loss, PolicyLoss)
+        drawn_A = batch["tokens"].values[batch["response_mask"].values.bool()]
+        ids, log_probs = (batch[name].values for name in ROLLOUT_TOP_COLUMNS)
+        shape = len(drawn_A), len(ids) // max(1, len(drawn_A))
+        has_drawn_A = (ids.view(shape) == drawn_A.unsqueeze(1)).any(1)
+        top_AK, has_drawn_A = to_device([log_probs.view(shape), has_drawn_A], device)
+        return replace(loss, top=TopOutcomes(top_AK, has_drawn_A))
 
 
 class GSPO(GRPO):

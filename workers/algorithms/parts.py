@@ -3,7 +3,7 @@
     loss = - sum over tokens:  aggregate * importance * mask * clip(ratio * advantage)
 
     ratio       policy in training / base, per token or per whole sample
-    clip        bounds a token's step: PPOClip, DualClip, WeightClip (CISPO), BinaryDivergence (DPPO)
+    clip        bounds a token's step: PPOClip, DualClip, WeightClip (CISPO), BinaryDivergence, TopDivergence (DPPO)
     mask        drops tokens that another policy drew, by their importance weight: Band, SampleMask
     aggregate   a token's weight in the sum, and what an update divides by
 
@@ -12,7 +12,7 @@ start of the step, as the trainer computes it; `policy` is the one in training. 
 `rollout` differs from `old` even with the same weights. With the base `old`, the importance weight old / rollout
 corrects for that, and for older weights; with the base `rollout` there is no such weight.
 
-Legend of shapes: N samples, A their drawn tokens, packed.
+Legend of shapes: N samples, A their drawn tokens, packed, K tokens that are compared at each place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +37,15 @@ Normalization = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True)
+class TopOutcomes:
+    """The K likeliest tokens, by the policy that drew, at the place of each drawn token. Without gradient."""
+
+    rollout_log_probs_AK: Tensor  # floating [A, K], under the policy that drew
+    has_drawn_A: Tensor  # bool [A], whether the drawn token is one of the K
+    log_probs_AK: Tensor | None = None  # floating [A, K], under the policy in training; the loss sets it
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The drawn tokens of a micro-batch."""
 
@@ -45,6 +54,7 @@ class Tokens:
     rollout_log_probs_A: Tensor  # floating [A], under the policy that drew the tokens
     advantage_A: Tensor  # floating [A]
     length_N: Tensor  # integer [N], drawn tokens of each sample
+    top: TopOutcomes | None = None  # for `TopDivergence`
 
 
 # (tokens, ratio_A, surrogate_A) -> the surrogate to maximize, floating [A], and where it was bounded, bool [A].
@@ -198,17 +208,51 @@ class BinaryDivergence:
     def __call__(self, tokens: Tokens, ratio_A: Tensor, surrogate_A: Tensor) -> tuple[Tensor, Tensor]:
         policy_A, rollout_A = tokens.log_probs_A.detach(), tokens.rollout_log_probs_A
         moves_away_A = tokens.advantage_A * (policy_A - rollout_A) > 0
-        dropped_A = moves_away_A & (self.divergence(policy_A, rollout_A) > self.bound)
+        dropped_A = moves_away_A & (self.divergence(tokens) > self.bound)
         return surrogate_A * ~dropped_A, dropped_A
 
-    def divergence(self, policy_A: Tensor, rollout_A: Tensor) -> Tensor:
-        """Return the divergence, floating [A], from log-probabilities."""
+    def divergence(self, tokens: Tokens) -> Tensor:
+        """Return the divergence at each token, floating [A], without gradient."""
+        policy_A, rollout_A = tokens.log_probs_A.detach(), tokens.rollout_log_probs_A
         mu_A, pi_A = rollout_A.exp(), policy_A.exp()
         if self.kind == "tv":
             return (mu_A - pi_A).abs()
         # A probability of 1 leaves none for the other outcome; keep that one's logarithm finite.
         others_mu_A, others_pi_A = (torch.log(-torch.expm1(x_A.clamp(max=-1e-7))) for x_A in (rollout_A, policy_A))
         return mu_A * (rollout_A - policy_A) + (1 - mu_A) * (others_mu_A - others_pi_A)
+
+
+@dataclass(frozen=True)
+class TopDivergence(BinaryDivergence):
+    """Like `BinaryDivergence`, with more outcomes: each of the K tokens that are likeliest under mu, the drawn token
+    if it is none of them, and all others as one.
+
+        tv    1/2 sum |mu - pi|
+        kl    sum mu log(mu / pi)
+
+    Both are at least those of two outcomes, and at most those of the whole distributions, which they are if K is the
+    vocabulary.
+    """
+
+    # Source: Qi et al. 2026 (arXiv 2602.04879), the top-K approximation: TopK(mu, K) and the drawn token, as TRL's
+    # `DPPOTrainer` quotes it; the sums are those of the authors' code (sail-sg/Stable-RL, `compute_topk_kl`). Both keep
+    # exactly K tokens: there a drawn token that is none of the K likeliest replaces the last of them.
+
+    def divergence(self, tokens: Tokens) -> Tensor:
+        top = tokens.top
+        assert top is not None and top.log_probs_AK is not None, "the algorithm names the tokens (`other_tokens`)"
+        rollout_AJ = _outcomes(top.rollout_log_probs_AK, tokens.rollout_log_probs_A, top.has_drawn_A)
+        policy_AJ = _outcomes(top.log_probs_AK, tokens.log_probs_A.detach(), top.has_drawn_A)
+        mu_AJ = rollout_AJ.exp()
+        if self.kind == "tv":
+            return (mu_AJ - policy_AJ.exp()).abs().sum(1) / 2
+        # An outcome of probability 0 counts nothing; its logarithm is infinite.
+        return (mu_AJ * (rollout_AJ - policy_AJ)).where(mu_AJ > 0, 0.0).sum(1)
+
+
+def _outcomes(top_AK: Tensor, drawn_A: Tensor, has_drawn_A: Tensor) -> Tensor:
+    """Return log-probabilities, [A, K + 2]: of K tokens; of the drawn one, unless it is among them; of all others."""
+    return _with_rest(torch.cat([top_AK, drawn_A.masked_fill(has_drawn_A, -torch.inf).unsqueeze(1)], dim=1))
 
 
 @dataclass(frozen=True)
@@ -394,6 +438,7 @@ class PolicyLoss:
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
     teacher: "Teacher | None" = None
+    top: TopOutcomes | None = None  # for a clip that compares more than the drawn tokens
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
     # (policy / rollout), `clip_fraction`, `corrected_fraction` (weights that were capped or masked), `kl` (to the
@@ -403,7 +448,11 @@ class PolicyLoss:
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor, others_P: Tensor | None = None) -> Tensor:
         old_A = log_probs_A.detach() if self.old_log_probs_A is None else self.old_log_probs_A
-        tokens = Tokens(log_probs_A, old_A, self.rollout_log_probs_A, self.advantage_A, self.length_N)
+        top = self.top
+        if top is not None:
+            assert others_P is not None, "the engine got the tokens (`Sequences.others`)"
+            top = replace(top, log_probs_AK=others_P.detach().view_as(top.rollout_log_probs_AK))
+        tokens = Tokens(log_probs_A, old_A, self.rollout_log_probs_A, self.advantage_A, self.length_N, top)
         surrogate_A, clipped_A = self.parts.surrogate(tokens)
         weight_A, corrected_A = self.parts.weights(tokens)
         loss_A, (kl_coef, kl_estimator) = -surrogate_A * weight_A, self.kl
@@ -456,6 +505,8 @@ class PolicyLoss:
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
         """See `DivisibleLoss`."""
         if not self.per_sample or (self.teacher is not None and self.teacher.log_probs.dim() > 1):
+            return None
+        if self.top is not None:
             return None
         samples, drawn = ([size[k] for size in sizes] for k in (0, 1))
         cuts: dict[str, Sequence[Any]] = {"length_N": torch.split(self.length_N, samples)}

@@ -21,7 +21,7 @@ from asyncflow.errors import BadRequest, ConfigError
 from weightsync.plan import Box, Need
 from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
-from workers.rows.packed_rows import Sequences, TokenSets
+from workers.rows.packed_rows import Sequences, TokenSets, TopTokens
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
@@ -68,6 +68,7 @@ class Generation:
     truncated: bool  # cut at the request's limit
     ticket: int = 0
     kept: TokenSets | None = None  # what each token was drawn from, with `rollout.keep_sampling_mask`
+    top: TopTokens | None = None  # the likeliest tokens where each was drawn, with `EngineSetup.num_top_log_probs`
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
         """Return the response cut after the token that completes a stop string, and that stop; or whole, and None."""
@@ -82,6 +83,7 @@ class Generation:
             versions_R=self.versions_R[:number],
             truncated=False,
             kept=None if self.kept is None else self.kept.part(0, number),
+            top=None if self.top is None else self.top.part(0, number),
         )
         return kept, stopped
 
@@ -551,6 +553,11 @@ class EngineSetup:
     def adapter(self) -> LoraConfig | None:
         """What versions of the weights are: adapters of this kind, on the model's own files; None: whole weights."""
         return self.run.lora if self.run.sends_adapter and self.follows_policy else None
+
+    @property
+    def num_top_log_probs(self) -> int:
+        """How many of the likeliest tokens each response reports where it draws one (`Generation.top`)."""
+        return self.run.algorithm.num_top_log_probs if self.sampling is self.run.rollout else 0
 
     @property
     def takes_turns(self) -> bool:

@@ -81,9 +81,10 @@ class HeadRequest:
     first: int = 0  # token id of this rank's first row of the head
     num_rows: int | None = None  # rows that are tokens, the rest being padding; None: all
     group: dist.ProcessGroup | None = None  # the ranks that hold the other rows; None: there are none
-    # Whether to compute the entropies' gradient; None: whenever there is one. If both results were joined into one
-    # tensor there always is one, possibly all zeros; `note_entropy_gradient` then decides.
+    # Whether to compute the gradients of entropies and of others; None: whenever there is one. If the results were
+    # joined into one tensor there always is one, possibly all zeros; `note_gradients` then decides.
     trains_entropy: bool | None = None
+    trains_others: bool | None = None
     others: OtherTokens | None = None  # only if no other ranks hold rows
 
 
@@ -92,16 +93,21 @@ def has_unrounded_products(weight: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and vendor_of(weight.device.type).has_float32_products
 
 
-def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
-    """Compute the entropies' gradient only if the loss uses them; `entropy_A` was sliced out of a joined tensor."""
-    # The gradient takes a second product over each tile.
-    request.trains_entropy = False
-    if entropy_A.requires_grad:
+def note_gradients(request: HeadRequest, entropy_A: Tensor, others_P: Tensor | None = None) -> None:
+    """Compute the gradients of entropies, and of others, only if the loss uses them; both were sliced out of a joined
+    tensor."""
+    # Each takes a second product over each tile.
+    request.trains_entropy = request.trains_others = False
 
-        def note(gradient_A: Tensor | None) -> None:  # torch calls the hook with None, too
-            request.trains_entropy = gradient_A is not None
+    def note_entropy(gradient_A: Tensor | None) -> None:  # torch calls the hook with None, too
+        request.trains_entropy = gradient_A is not None
 
-        entropy_A.register_hook(note)  # type: ignore[no-untyped-call]
+    def note_others(gradient_P: Tensor | None) -> None:
+        request.trains_others = gradient_P is not None
+
+    for found, note in ((entropy_A, note_entropy), (others_P, note_others)):
+        if found is not None and found.requires_grad:
+            found.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def head_log_probs(
@@ -194,6 +200,8 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx: Any, gradient_A: Tensor | None, entropy_gradient_A: Tensor | None, other_gradient_P: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         hidden_AD, weight_VD, bias_V, log_total_A, entropy_A = ctx.saved_tensors
+        if ctx.request.trains_others is False:
+            other_gradient_P = None
         others = None if other_gradient_P is None else ctx.request.others
         if gradient_A is None:
             gradient_A = torch.zeros_like(log_total_A)
@@ -591,10 +599,8 @@ def _whole_results(model: nn.Module, inputs: PackedInputs, temperature: float, *
     num_drawn, num_others = len(inputs.targets_A), 0 if inputs.others is None else len(inputs.others.ids_P)
     log_probs_A, entropy_A = found_R2[:num_drawn].unbind(-1)
     others_P = found_R2[num_drawn:].flatten()[:num_others]
-    if not entropy:
-        return HeadResults(log_probs_A, log_probs_A.detach()[:0], others_P)
-    note_entropy_gradient(entropy_A, request)
-    return HeadResults(log_probs_A, entropy_A, others_P)
+    note_gradients(request, entropy_A, others_P)
+    return HeadResults(log_probs_A, entropy_A if entropy else log_probs_A.detach()[:0], others_P)
 
 
 @torch.no_grad()

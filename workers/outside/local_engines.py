@@ -264,6 +264,7 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         ("actor.num_mini_batches, actor.ppo_epochs: more than one update a step", config.actor.num_updates > 1),
         ("algorithm.group_filter: groups that are replaced", config.algorithm.filters_groups),
         ("algorithm.top_k: tokens that were not drawn", getattr(config.algorithm, "top_k", 0) > 0),
+        ("algorithm.divergence_top_k: tokens that were not drawn", config.algorithm.num_top_log_probs > 0),
         ("rollout.keep_sampling_mask: kept tokens", config.rollout.keeps_mask),
         ("actor.tri_model: copies of the policy", config.actor.tri_model),
         ("weightsync.lora: adapter", config.sends_adapter),

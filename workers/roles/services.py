@@ -55,7 +55,7 @@ _REFERENCE = "ref_log_probs"
 _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "actor_rollout": lambda config: (
         *(config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
-        *(config.rollout.model_dump(include=_OWN), config.model.renderer),
+        *(config.rollout.model_dump(include=_OWN), config.model.renderer, config.algorithm.num_top_log_probs),
     ),
     "rewards": lambda config: config.reward,
     _REFERENCE: lambda config: (

@@ -26,8 +26,8 @@ from workers.records.samples import SampleLog
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer, turn_rewards_column
 from workers.rows.finished import FinishedRollout
-from workers.rows.packed_rows import TokenSets
-from workers.settings.dataflow import KEPT_COLUMNS, TURN_IDS, TURN_REWARDS
+from workers.rows.packed_rows import TokenSets, TopTokens
+from workers.settings.dataflow import KEPT_COLUMNS, ROLLOUT_TOP_COLUMNS, TURN_IDS, TURN_REWARDS
 
 STOP_POLL_S = 0.2
 
@@ -76,7 +76,7 @@ class Outbox:
         group_filter: decides which groups are trained on; None: all.
         group_reward: rewards the members of a group together; None: each has its own reward.
         failed: called by the outbox's thread when `check` would raise.
-        outputs: columns of the rollout's task; those of turns are put if they are among them.
+        outputs: columns of the rollout's task; those that not every run has are put if they are among them.
     """
 
     def __init__(
@@ -229,9 +229,7 @@ class Outbox:
         if finished:
             rollouts = [one.rollout for one in finished]
             rows = [one.index for one in rollouts]
-            columns = _columns(rollouts)
-            if TURN_IDS in self._outputs:
-                columns[TURN_IDS] = Column.of_rows([_turn_ids(one) for one in rollouts])
+            columns = _columns(rollouts, self._outputs)
             scores = rewarded or [one.score.result() for one in finished if one.score is not None]
             if scores and self._scorer is not None:
                 columns |= self._scorer.columns(scores)
@@ -294,16 +292,28 @@ def _turn_ids(rollout: FinishedRollout) -> Tensor:
     return torch.zeros(len(rollout.log_probs_A), dtype=torch.int32) if given is None else given
 
 
-def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:
-    """Return the outputs of task `actor_rollout`."""
-    kept: dict[str, Column] = {}
-    if any(one.kept is not None for one in rollouts):
-        nothing = torch.zeros(0, dtype=torch.int32)  # of a rollout without drawn tokens
-        sets = [TokenSets(nothing, nothing) if one.kept is None else one.kept for one in rollouts]
-        parts = [one.ids_P for one in sets], [one.counts_A for one in sets]
-        kept = {name: Column.of_rows(rows) for name, rows in zip(KEPT_COLUMNS, parts, strict=True)}
+# What an engine reports of a rollout without drawn tokens.
+_NO_IDS = torch.zeros(0, dtype=torch.int32)
+_NO_SETS, _NO_TOKENS = TokenSets(_NO_IDS, _NO_IDS), TopTokens(_NO_IDS, torch.zeros(0))
+
+
+def _columns(rollouts: Sequence[FinishedRollout], outputs: Collection[str] = ()) -> dict[str, Column]:
+    """Return the outputs of task `actor_rollout`, of those that not every run has `outputs`.
+
+    Which ones these are does not depend on the rollouts: rows that lacked one would never be ready.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    if KEPT_COLUMNS[0] in outputs:
+        kept = [one.kept or _NO_SETS for one in rollouts]
+        parts |= zip(KEPT_COLUMNS, ([one.ids_P for one in kept], [one.counts_A for one in kept]), strict=True)
+    if ROLLOUT_TOP_COLUMNS[0] in outputs:
+        top = [one.top or _NO_TOKENS for one in rollouts]
+        flat = [one.ids_RK.flatten() for one in top], [one.log_probs_RK.flatten() for one in top]
+        parts |= zip(ROLLOUT_TOP_COLUMNS, flat, strict=True)
+    if TURN_IDS in outputs:
+        parts[TURN_IDS] = [_turn_ids(one) for one in rollouts]
     return {
-        **kept,
+        **{name: Column.of_rows(rows) for name, rows in parts.items()},
         "tokens": Column.of_rows([one.tokens_T for one in rollouts]),
         "sample_lengths": Column.of_rows([torch.tensor(one.sample_lengths, dtype=torch.int32) for one in rollouts]),
         "response_mask": Column.of_rows([one.response_mask_T for one in rollouts]),

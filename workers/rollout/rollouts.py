@@ -140,4 +140,5 @@ def single_turn(prompt_P: Tensor, generation: Generation) -> FinishedRollout:
         versions_A=generation.versions_R,
         truncated=generation.truncated,
         kept=generation.kept,
+        top=generation.top,
     )

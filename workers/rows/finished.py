@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.rows.packed_rows import TokenSets
+from workers.rows.packed_rows import TokenSets, TopTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,9 @@ class FinishedRollout:
     log_probs_A: Tensor  # float32 [A], natural log of the tempered distribution; see `Generation.log_probs_R`
     versions_A: Tensor  # int32 [A], step of the weights that drew each token
     truncated: bool  # Its response was cut, or a limit ended it
-    kept: TokenSets | None = None  # See `Generation.kept`
+    # See `Generation`
+    kept: TokenSets | None = None
+    top: TopTokens | None = None
     reward: float | None = None  # From its function; None: `reward.function` decides. NaN: there is none.
     response: str | None = None  # Text to be scored; None: the drawn tokens' text
     turn_ids_A: Tensor | None = None  # int32 [A], the turn that drew each token (`TURN_IDS`); None: there is one

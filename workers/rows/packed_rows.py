@@ -36,6 +36,11 @@ class TokenSets:
     counts_A: Tensor  # int32 [A], the size of each set
 
     @staticmethod
+    def of(sets: Sequence[Sequence[int]]) -> "TokenSets":
+        ids_P = torch.tensor([token for one in sets for token in one], dtype=torch.int32)
+        return TokenSets(ids_P, torch.tensor([len(one) for one in sets], dtype=torch.int32))
+
+    @staticmethod
     def from_column(column: Column, num_drawn: int) -> "TokenSets":
         """Return the sets of a column in which each of `num_drawn` tokens has equally many ids."""
         size = len(column.values) // max(1, num_drawn)
@@ -52,6 +57,23 @@ class TokenSets:
         first = int(self.counts_A[:begin].sum())
         counts_A = self.counts_A[begin:end]
         return TokenSets(self.ids_P[first : first + int(counts_A.sum())], counts_A)
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The K likeliest tokens where each of R tokens was drawn, by the policy that drew it."""
+
+    ids_RK: Tensor  # int32 [R, K]
+    log_probs_RK: Tensor  # float32 [R, K], of the tempered distribution before top-p and top-k
+
+    @staticmethod
+    def joined(parts: "Sequence[TopTokens]") -> "TopTokens":
+        """Return those of the tokens of all parts, one part after the other."""
+        return TopTokens(torch.cat([one.ids_RK for one in parts]), torch.cat([one.log_probs_RK for one in parts]))
+
+    def part(self, begin: int, end: int) -> "TopTokens":
+        """Return those of drawn tokens `begin` to `end`."""
+        return TopTokens(self.ids_RK[begin:end], self.log_probs_RK[begin:end])
 
 
 @dataclass(frozen=True)

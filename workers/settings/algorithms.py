@@ -29,6 +29,7 @@ from workers.settings.dataflow import (
     ADVANTAGES,
     CRITIC_TRAIN,
     REF_TOP_COLUMNS,
+    ROLLOUT_TOP_COLUMNS,
     SAMPLE_COLUMNS,
     TEACHER,
     TEACHER_TOP_COLUMNS,
@@ -241,6 +242,11 @@ class PolicyConfig(Settings):
     def filters_groups(self) -> bool:
         return self.group_filter is not None
 
+    @property
+    def num_top_log_probs(self) -> int:
+        """How many of the likeliest tokens the generating engine reports where it draws one; 0: none."""
+        return 0
+
     def max_filtered(self, batch: int) -> int:
         """Return how many groups may be filtered from a step of `batch` groups: the largest share of all that are
         generated."""
@@ -360,6 +366,10 @@ class DPPOConfig(TurnCreditConfig, GroupConfig):
     """Name of the algorithm."""
     divergence: Literal["tv", "kl"] = "tv"
     """Divergence of this token against all others: total variation (`tv`), or KL(policy that drew it || policy)."""
+    divergence_top_k: int = Field(0, ge=0)
+    """K: the divergence is over the K likeliest tokens of the policy that drew, the drawn one, and all others as one;
+    the generating engine reports them (`hf`, `vllm`), and 8 K bytes per drawn token travel. 0: this token against all
+    others."""
     max_divergence: float | None = Field(None, gt=0)
     """A token further away is dropped where the update would move it on; null: the authors' 0.15 for `tv`, 0.05 for
     `kl`."""
@@ -371,6 +381,38 @@ class DPPOConfig(TurnCreditConfig, GroupConfig):
         if self.divergence == "tv" and (self.max_divergence or 0) > 1:
             raise ValueError(f"max_divergence {self.max_divergence}: total variation is 1 at most; set it below that")
         return self
+
+    @property
+    def num_top_log_probs(self) -> int:
+        return self.divergence_top_k
+
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        rollout, *others, train = super().tasks(old_log_probs=old_log_probs)
+        if not self.divergence_top_k:
+            return (rollout, *others, train)
+        rollout = replace(rollout, outputs=(*rollout.outputs, *ROLLOUT_TOP_COLUMNS))
+        return (rollout, *others, replace(train, inputs=(*train.inputs, *ROLLOUT_TOP_COLUMNS)))
+
+    def check(self, run: Any) -> None:
+        """Refuse `divergence_top_k` where the likeliest tokens are not reported, or not scored in training."""
+        for what, given, able in (
+            ("rollout.engine", run.rollout.engine, ("hf", "vllm")),
+            ("actor.engine", run.actor.engine, ("fsdp",)),
+            ("actor.tri_model", run.actor.tri_model, (False,)),
+            ("rollout.keep_sampling_mask", run.rollout.keeps_mask, (False,)),
+        ):
+            if self.divergence_top_k and given not in able:
+                raise ConfigError(
+                    f"{what}: {str(given).lower()} cannot be used with algorithm.divergence_top_k, which needs "
+                    f"log-probabilities of tokens that were not drawn; set it to "
+                    f"{' or '.join(map(str, able)).lower()}, or divergence_top_k to 0"
+                )
+        if self.divergence_top_k and (run.rollout.is_own or run.roles.get("rollout") == 0):
+            what = run.rollout.own_name if run.rollout.is_own else "roles: rollout:0"
+            raise ConfigError(
+                f"{what} cannot be used with algorithm.divergence_top_k, since only an engine's one response to each "
+                f"prompt comes with the likeliest tokens; leave it out, or set divergence_top_k to 0"
+            )
 
 
 class DAPOConfig(PPOClipConfig, TurnCreditConfig, KlLossConfig):

@@ -48,10 +48,11 @@ DRAWN_COLUMNS = (
     TURN_IDS,
 )
 # Columns of AsyncFlow's own tasks with K values per drawn token: the ids of a model's K most likely tokens, int32, and
-# their log-probabilities.
+# their log-probabilities: of the reference, of a teacher, and of the policy that drew (`num_top_log_probs`).
 REF_TOP_COLUMNS = ("ref_top_ids", "ref_top_log_probs")
 TEACHER_TOP_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
-WIDE_COLUMNS = (*REF_TOP_COLUMNS, *TEACHER_TOP_COLUMNS)
+ROLLOUT_TOP_COLUMNS = ("rollout_top_ids", "rollout_top_log_probs")
+WIDE_COLUMNS = (*REF_TOP_COLUMNS, *TEACHER_TOP_COLUMNS, *ROLLOUT_TOP_COLUMNS)
 # With `rollout.keep_sampling_mask`: the ids that each drawn token was drawn from, int32, and how many there are.
 KEPT_COLUMNS = ("kept_ids", "kept_counts")
 # Written by users' tasks: the weight of a response's loss, 0 to 1.

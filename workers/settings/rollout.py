@@ -108,7 +108,7 @@ class RolloutConfig(SamplingConfig):
     keep_sampling_mask: bool = False
     """With top-p or top-k: keep the tokens that each one was drawn from, and train on the distribution over these.
     Every log-probability and entropy of a drawn token, of the generating engine and the trainer, is then of that
-    distribution. Four bytes per kept token travel."""
+    distribution. Four bytes per kept token travel. `vllm` needs 0.32, its second model runner, and `top_k`."""
     truncated: Literal["train", "mask"] = "train"
     """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     stop: tuple[str, ...] = ()
@@ -216,10 +216,14 @@ class RolloutConfig(SamplingConfig):
             return self
         if self.top_p == 1 and not self.top_k:
             raise ValueError("keep_sampling_mask needs top_p below 1 or top_k: without them every token is kept")
-        if self.engine != "hf":
+        if self.engine not in ("hf", "vllm"):
             raise ValueError(
-                f"keep_sampling_mask: engine {self.engine} does not say which tokens it kept; set engine to hf, or "
-                f"keep_sampling_mask to false"
+                f"keep_sampling_mask: engine {self.engine} does not say which tokens it kept; set engine to hf or "
+                f"vllm, or keep_sampling_mask to false"
+            )
+        if self.engine == "vllm" and not self.top_k:
+            raise ValueError(
+                "keep_sampling_mask: vLLM keeps masks only where top_k bounds their size; set top_k too, e.g. to 512"
             )
         if self.is_own:
             raise ValueError(

@@ -13,7 +13,7 @@ OWN_ARGUMENTS = frozenset({
     "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size", "pipeline_parallel_size",
     "data_parallel_size", "enable_prefix_caching", "disable_log_stats", "enable_log_requests",
     "distributed_executor_backend", "enable_sleep_mode", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dtype", "lora_target_modules",
+    "lora_dtype", "lora_target_modules", "return_sampling_mask",
 })  # fmt: skip
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room (its MaxLoRARanks)
 

@@ -1,6 +1,7 @@
 """The parts of a policy's loss: together they are, to the bit, the one function that they were cut from."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from workers.algorithms.parts import (
     PolicyLoss,
     PPOClip,
     Tokens,
+    TopDivergence,
+    TopOutcomes,
     WeightClip,
     bounded_ratio,
     kl_divergence,
@@ -127,6 +130,67 @@ def test_a_clipped_weight_keeps_every_gradient() -> None:
 def test_divergence_of_certain_tokens_is_finite(kind: str) -> None:
     log_probs = torch.tensor([0.0, 0.0, -200.0, -1e-9, -1.0])
     rollout = torch.tensor([0.0, -200.0, 0.0, -1.0, -1.0])
-    apart = BinaryDivergence(kind, 0.1).divergence(log_probs, rollout)  # type: ignore[arg-type]
+    tokens = Tokens(log_probs, log_probs, rollout, torch.zeros(5), torch.tensor([5]))
+    apart = BinaryDivergence(kind, 0.1).divergence(tokens)  # type: ignore[arg-type]
     assert bool(apart.isfinite().all()) and bool((apart >= -1e-6).all())
     assert float(apart[0]) == float(apart[4]) == 0.0 and bool((apart[1:4] > 0.1).all())
+
+
+def distributions(seed: int, places: int = 60, vocabulary: int = 9) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(places, vocabulary, generator=generator, dtype=torch.float64)
+    return logits.softmax(-1).tolist()  # type: ignore[no-any-return]
+
+
+def whole_vocabulary_divergence(kind: str, mu: list[float], pi: list[float], drawn: int, k: int) -> float:
+    """arXiv 2602.04879, the top-K approximation, by sets: the k likeliest under mu, the drawn token, all others."""
+    likeliest = sorted(range(len(mu)), key=lambda token: -mu[token])[:k]
+    compared = {*likeliest, drawn}
+    outcomes = [(mu[token], pi[token]) for token in compared]
+    if len(compared) < len(mu):
+        outcomes.append((1 - sum(mu[token] for token in compared), 1 - sum(pi[token] for token in compared)))
+    if kind == "tv":
+        return sum(abs(m - p) for m, p in outcomes) / 2
+    return sum(m * math.log(m / p) for m, p in outcomes)
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@pytest.mark.parametrize("k", [1, 3, 8, 9])
+def test_divergence_of_the_likeliest_tokens_is_that_of_the_whole_vocabularys_sets(kind: str, k: int) -> None:
+    """Also where the drawn token is none of them; between the divergence of two outcomes and that of all."""
+    mu, pi = distributions(0), distributions(1)
+    places, vocabulary = len(mu), len(mu[0])
+    drawn = [place % vocabulary for place in range(places)]
+    rollout, policy = (torch.tensor(each, dtype=torch.float64).log() for each in (mu, pi))
+    mu, pi = rollout.exp().tolist(), policy.exp().tolist()
+    ids = rollout.topk(k).indices
+    column = torch.tensor(drawn).unsqueeze(1)
+    has_drawn = (ids == column).any(1)
+    assert k == vocabulary or 0 < int(has_drawn.sum()) < places
+    top = TopOutcomes(rollout.gather(1, ids), has_drawn, policy.gather(1, ids))
+    lone = [each.gather(1, column).squeeze(1) for each in (policy, policy, rollout)]
+    tokens = Tokens(*lone, torch.ones(places), torch.tensor([places]), top)
+    found = TopDivergence(kind, 0.1).divergence(tokens)  # type: ignore[arg-type]
+    rows = zip(mu, pi, drawn, strict=True)
+    expected = torch.tensor([whole_vocabulary_divergence(kind, *row, k) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    binary = BinaryDivergence(kind, 0.1).divergence(tokens)  # type: ignore[arg-type]
+    rows = zip(mu, pi, drawn, strict=True)
+    whole = [whole_vocabulary_divergence(kind, *row, vocabulary) for row in rows]
+    assert bool((binary <= found + 1e-12).all()) and bool(
+        (found <= torch.tensor(whole, dtype=torch.float64) + 1e-9).all()
+    )
+
+
+def test_tokens_that_the_likeliest_ones_show_to_be_far_away_are_dropped() -> None:
+    """The drawn token's own probability is the same, so the divergence of two outcomes is 0."""
+    log_probs = torch.tensor([0.3, 0.3]).log()
+    rollout = torch.tensor([[0.6, 0.3], [0.6, 0.3]]).log()
+    moved = torch.tensor([[0.2, 0.3], [0.6, 0.3]]).log()
+    tokens = Tokens(
+        log_probs, log_probs, log_probs - 1e-3, torch.ones(2), torch.tensor([2]),
+        TopOutcomes(rollout, torch.tensor([True, True]), moved),
+    )  # fmt: skip
+    _, dropped = TopDivergence("tv", 0.15)(tokens, torch.ones(2), torch.ones(2))
+    assert dropped.tolist() == [True, False]
+    assert not bool(BinaryDivergence("tv", 0.15)(tokens, torch.ones(2), torch.ones(2))[1].any())

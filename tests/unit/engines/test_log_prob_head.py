@@ -24,7 +24,7 @@ from workers.engines.packed_forward import (
     head_log_probs,
     head_results,
     head_top_log_probs,
-    note_entropy_gradient,
+    note_gradients,
     response_log_probs,
     response_results,
     response_top_log_probs,
@@ -112,10 +112,27 @@ def test_a_joined_result_has_the_entropys_gradient_where_a_loss_uses_it(with_ent
     other = hidden.detach().clone().requires_grad_()
     request = HeadRequest(targets, TEMPERATURE, entropy=True)
     found = torch.stack(head_log_probs(hidden, weight, None, request), dim=-1).unbind(-1)
-    note_entropy_gradient(found[1], request)
+    note_gradients(request, found[1])
     backward(*found[: 1 + with_entropy])
     assert request.trains_entropy is with_entropy
     backward(*whole(other, weight.detach(), None, targets)[: 1 + with_entropy])
+    torch.testing.assert_close(hidden.grad, other.grad)
+
+
+@pytest.mark.parametrize("with_others", [False, True])
+def test_a_joined_result_has_the_gradient_of_other_tokens_where_a_loss_uses_it(with_others: bool) -> None:
+    hidden, weight, _, targets = inputs(torch.float64)
+    other = hidden.detach().clone().requires_grad_()
+    device, requests = torch.device("cpu"), []
+    for leaf in (hidden, other):
+        requests.append(HeadRequest(targets, TEMPERATURE, entropy=False, others=OtherTokens.of(token_sets(), device)))
+        log_probs, entropy, others = head_results(leaf, weight.detach(), None, requests[-1])
+        if leaf is hidden:  # as one tensor, from which the parts are cut
+            joined = torch.cat([log_probs, others])
+            log_probs, others = joined[: len(log_probs)], joined[len(log_probs) :]
+            note_gradients(requests[-1], entropy, others)
+        (log_probs.sum() + (others.square().sum() if with_others else 0.0)).backward()
+    assert requests[0].trains_others is with_others
     torch.testing.assert_close(hidden.grad, other.grad)
 
 

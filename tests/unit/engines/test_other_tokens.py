@@ -1,5 +1,6 @@
 """Losses that read log-probabilities of tokens that were not drawn, from the model to the gradient of its weights."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
-from workers.algorithms.algorithm import Distill
+from workers.algorithms.algorithm import DPPO, Distill
+from workers.algorithms.parts import PolicyLoss
 from workers.engines.base import GenerateRequest, TopTokensEngine, generate
 from workers.engines.fsdp.sharding import FsdpEngine, FsdpFrozenModel
 from workers.engines.hf.engine import HfEngine
@@ -25,8 +27,8 @@ from workers.engines.packed_forward import cut
 from workers.rollout.outbox import _columns
 from workers.rollout.rollouts import single_turn
 from workers.rows.packed_rows import Sequences, TokenSets, drawn_column, samples_of, sequences_of
-from workers.settings.algorithms import DistillConfig
-from workers.settings.dataflow import TEACHER_TOP_COLUMNS
+from workers.settings.algorithms import DistillConfig, DPPOConfig
+from workers.settings.dataflow import KEPT_COLUMNS, ROLLOUT_TOP_COLUMNS, TEACHER_TOP_COLUMNS
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import RolloutConfig
 from workers.settings.run import ModelConfig
@@ -281,7 +283,8 @@ def test_a_kept_mask_travels_from_the_engine_to_the_trainer(model_dir: Path) -> 
     prompts = [torch.tensor([3, 4, 5]), torch.tensor([6]), torch.tensor([3, 4, 5])]
     requests = [GenerateRequest(k, prompt, seed=k, ticket=k) for k, prompt in enumerate(prompts)]
     made = sorted(generate(generator, requests), key=lambda one: one.index)
-    columns = _columns([single_turn(prompt, one) for prompt, one in zip(prompts, made, strict=True)])
+    rolled = [single_turn(prompt, one) for prompt, one in zip(prompts, made, strict=True)]
+    columns = _columns(rolled, KEPT_COLUMNS)
     rows = samples_of(PackedBatch(tuple(range(3)), columns, (0, 0, 0))).select([2, 0, 1])
     scored = train_engine(model_dir).log_probs(sequences_of(rows))
     torch.testing.assert_close(scored, rows["rollout_log_probs"].values, rtol=1e-4, atol=1e-5)
@@ -292,7 +295,8 @@ def test_a_kept_mask_travels_from_the_engine_to_the_trainer(model_dir: Path) -> 
     ("settings", "complaint"),
     [
         (("rollout.top_p=1",), "keep_sampling_mask needs top_p below 1 or top_k"),
-        (("rollout.engine=vllm",), "engine vllm does not say which tokens it kept"),
+        (("rollout.engine=sim",), "engine sim does not say which tokens it kept"),
+        (("rollout.engine=vllm",), "vLLM keeps masks only where top_k bounds their size"),
         (("rollout.function=own:rollout",), "rollout.function has calls of its own"),
     ],
 )
@@ -316,3 +320,116 @@ def test_engines_that_ignore_masks_are_refused(settings: tuple[str, ...], compla
     config = load_config(find_recipe("quickstart"), overrides=given)
     with pytest.raises(ConfigError, match=complaint):
         check_rules(config, {message: rule for message, rule in AT_START.items() if "keep_sampling_mask" in message})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("kind", "bound"), [("tv", 0.5), ("kl", 1.0)])
+@pytest.mark.parametrize("k", [1, K, 13])
+def test_gradient_inside_the_trust_region_of_the_likeliest_tokens_is_that_of_whole_distributions(
+    make_model_dir: Callable[..., Path], groups: Sequences, k: int, kind: str, bound: float, packed: bool
+) -> None:
+    """Which tokens are dropped is decided from whole logits in float64, token by token."""
+    student, behaviour = make_model_dir(), make_model_dir(seed=1)
+    model, policy = whole_log_probs(student, groups)
+    with torch.no_grad():
+        _, held = whole_log_probs(behaviour, groups)
+    drawn = groups.tokens_T[groups.response_mask_T.bool()]
+    log_probs, rollout = (each.gather(1, drawn[:, None])[:, 0] for each in (policy, held))
+    advantage = torch.where(torch.arange(len(drawn)) % 2 == 0, 1.0, -1.0).double()
+    apart, kept = [], []
+    for place, token in enumerate(drawn.tolist()):
+        compared = {token, *held[place].topk(k).indices.tolist()}
+        outcomes = [[float(each[place, one].exp().detach()) for one in compared] for each in (held, policy)]
+        if len(compared) < held.shape[1]:
+            outcomes = [[*each, 1 - sum(each)] for each in outcomes]
+        pairs = list(zip(*outcomes, strict=True))
+        apart.append(sum(abs(m - p) / 2 if kind == "tv" else m * math.log(m / p) for m, p in pairs))
+        moves_on = float(advantage[place] * (log_probs[place] - rollout[place]).detach()) > 0
+        kept.append(not (moves_on and apart[-1] > bound))
+    assert 0 < sum(kept) < len(kept) and min(abs(each - bound) for each in apart) > 1e-4
+    ratio = (log_probs - rollout).exp().detach().clamp(max=20)
+    expected = -(ratio * advantage * log_probs * torch.tensor(kept)).sum() / len(drawn)
+    expected.backward()
+
+    config = DPPOConfig(divergence=kind, divergence_top_k=k, max_divergence=bound, off_policy={"method": "none"})  # type: ignore[arg-type]
+    algorithm = DPPO(config, max_response_tokens=8, mask_truncated=False)
+    rows = rows_of(groups)
+    found = held.float().topk(k)
+    columns = {
+        "rollout_log_probs": drawn_column(rollout.float(), rows),
+        "advantages": drawn_column(advantage.float(), rows),
+        "rollout_top_ids": drawn_column(found.indices.int(), rows),
+        "rollout_top_log_probs": drawn_column(found.values, rows),
+    }
+    samples = samples_of(rows.with_columns(columns))
+    engine, clipped = train_engine(student), 0.0
+    for positions in [range(len(samples))] if packed else [[k] for k in reversed(range(len(samples)))]:
+        part = samples.select(positions)
+        loss = algorithm.loss(part, device=CPU)
+        engine.forward_backward(sequences_of(part, others=algorithm.other_tokens), loss)
+        clipped += float(loss.stats["clip_fraction"])
+    assert clipped == kept.count(False)
+    norm = engine.step(algorithm.scale(algorithm.counts(samples))).grad_norm
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    assert norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4)
+
+
+def test_a_loss_of_likeliest_tokens_is_computed_whole(groups: Sequences) -> None:
+    """A pipeline would cut the drawn tokens' log-probabilities, and not those of the others."""
+    config = DPPOConfig(divergence_top_k=2)
+    rows = rows_of(groups)
+    ids = drawn_column(torch.zeros(groups.num_drawn, 2, dtype=torch.int32), rows)
+    top = {"rollout_top_ids": ids, "rollout_top_log_probs": drawn_column(torch.zeros(groups.num_drawn, 2), rows)}
+    loss = DPPO(config, max_response_tokens=8, mask_truncated=False).loss(
+        samples_of(rows.with_columns(top)), device=CPU
+    )
+    assert isinstance(loss, PolicyLoss) and loss.cut_loss([(1, 1)]) is None
+
+
+@pytest.mark.parametrize("k", [K, 99])
+def test_likeliest_tokens_travel_from_the_engine_to_the_trainer(model_dir: Path, k: int) -> None:
+    """Of the whole tempered distribution, whatever top-p and top-k leave out; all tokens, if there are fewer."""
+    sampling = RolloutConfig(max_response_tokens=6, temperature=TEMPERATURE, top_p=0.7, top_k=5)
+    generator = HfEngine(
+        model_dir, ModelConfig(path=str(model_dir)), sampling=sampling, device=CPU, num_top_log_probs=k
+    )
+    generator.load_weights(read_stored(model_dir, generator.weight_needs()))
+    prompts = [torch.tensor([3, 4, 5]), torch.tensor([6]), torch.tensor([3, 4, 5])]
+    requests = [GenerateRequest(k, prompt, seed=k, ticket=k) for k, prompt in enumerate(prompts)]
+    made = sorted(generate(generator, requests), key=lambda one: one.index)
+    rolled = [single_turn(prompt, one) for prompt, one in zip(prompts, made, strict=True)]
+    rows = PackedBatch(tuple(range(3)), _columns(rolled, ROLLOUT_TOP_COLUMNS), (0, 0, 0))
+    samples = samples_of(rows).select([2, 0, 1])
+    _, expected = whole_log_probs(model_dir, sequences_of(samples))
+    ids, log_probs = (samples[name].values for name in ROLLOUT_TOP_COLUMNS)
+    size = min(k, expected.shape[1])
+    torch.testing.assert_close(
+        log_probs.view(-1, size).double(), expected.topk(size).values.detach(), rtol=1e-4, atol=1e-5
+    )
+    chosen = expected.gather(1, ids.view(-1, size).long()).detach()
+    torch.testing.assert_close(chosen, log_probs.view(-1, size).double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("rollout.engine=sim",), "rollout.engine: sim cannot be used with algorithm.divergence_top_k"),
+        (("rollout.engine=openai",), "rollout.engine: openai cannot be used with algorithm.divergence_top_k"),
+        (("actor.engine=megatron",), "actor.engine: megatron cannot be used with algorithm.divergence_top_k"),
+        (("actor.tri_model=true",), "actor.tri_model: true cannot be used with algorithm.divergence_top_k"),
+        (
+            ("rollout.top_k=5", "rollout.keep_sampling_mask=true"),
+            "rollout.keep_sampling_mask: true cannot be used with algorithm.divergence_top_k",
+        ),
+        (
+            ("rollout.function=own:rollout",),
+            "rollout.function: own:rollout cannot be used with algorithm.divergence_top",
+        ),
+        (("roles={rollout: 0, actor: 1}",), "roles: rollout:0 cannot be used with algorithm.divergence_top_k"),
+    ],
+)
+def test_engines_without_the_likeliest_tokens_are_refused(settings: tuple[str, ...], complaint: str) -> None:
+    given = ("algorithm={name: dppo, divergence_top_k: 4}", *settings)
+    config = load_config(find_recipe("quickstart"), overrides=given)
+    with pytest.raises(ConfigError, match=f"^{complaint}"):
+        config.algorithm.check(config)

@@ -34,7 +34,7 @@ from workers.engines.vllm import engine as vllm_engine
 from workers.engines.vllm import vllm_process
 from workers.engines.vllm.engine import VllmEngine, whole_checksums
 from workers.settings.lora import LoraConfig
-from workers.settings.rollout import SamplingConfig
+from workers.settings.rollout import RolloutConfig, SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
@@ -49,6 +49,7 @@ class CompletionOutput:
     logprobs: Any
     finish_reason: str | None
     weight_versions: list[Any] | None
+    sampling_mask: Any = None
 
 
 @dataclass
@@ -129,10 +130,25 @@ class RowParallelLinear(nn.Module): ...
 class VocabParallelEmbedding(nn.Module): ...
 
 
+def flat_log_probs(tokens: Sequence[int], number: int) -> Any:
+    """Return vLLM's `FlatLogprobs`: for each place the drawn token, then the likeliest ones."""
+    ids: list[int] = []
+    log_probs: list[float] = []
+    for place, token in enumerate(tokens):
+        ids += [token, *range(number)]
+        log_probs += [-float(token), *(-float(place) - one / 8 for one in range(number))]
+    return SimpleNamespace(token_ids=ids, logprobs=log_probs)
+
+
 @dataclass
 class Llm:
     """vLLM's `AsyncLLM`, with its worker."""
 
+    # Of its arguments: the most log-probabilities of a request, and whether masks are kept.
+    max_logprobs: int = 20
+    return_sampling_mask: bool = False
+    loses_masks: bool = False
+    aborted: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     model: Model = field(default_factory=Model)
     ticks: int = 0
@@ -216,10 +232,12 @@ class Llm:
     ) -> AsyncIterator[Any]:
         if hasattr(parameters, "prompt_logprobs"):
             assert priority < 0, "it waits behind all responses"
+            self.check(parameters)
             tokens = prompt["prompt_token_ids"]
             known = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
             yield SimpleNamespace(prompt_logprobs=known, outputs=[])
             return
+        self.check(parameters)
         assert parameters.stream_interval == 8
         assert (lora_request is not None) == bool(self.adapter)
         assert lora_request is None or not lora_request.load_inplace, "it is read again in every step"
@@ -228,9 +246,12 @@ class Llm:
         while reason is None:
             seen = self.ticks
             async with self.changed:
-                await self.changed.wait_for(lambda seen=seen: self.ticks > seen)
+                await self.changed.wait_for(lambda seen=seen: self.ticks > seen or name in self.aborted)
             if self.dead:
                 raise EngineDeadError
+            if name in self.aborted:
+                yield SimpleNamespace(outputs=[self.completion(parameters, tokens, "abort", spans)])
+                return
             tokens.append(draws.choice([EOS, *range(2, 13)]))
             if not spans or spans[-1].version != self.version:
                 spans.append(SimpleNamespace(version=self.version, start=len(tokens) - 1, end=len(tokens)))
@@ -239,8 +260,30 @@ class Llm:
                 reason = "stop"
             elif len(tokens) == parameters.max_tokens:
                 reason = "length"
-            log_probs = SimpleNamespace(logprobs=[-float(token) for token in tokens])
-            yield SimpleNamespace(outputs=[CompletionOutput(list(tokens), log_probs, reason, list(spans))])
+            yield SimpleNamespace(outputs=[self.completion(parameters, tokens, reason, spans)])
+
+    def completion(self, parameters: Any, tokens: list[int], reason: str | None, spans: list[Any]) -> Any:
+        """With cumulative outputs, masks come with the last one only."""
+        mask = None
+        if self.return_sampling_mask and reason and not self.loses_masks:
+            mask = SimpleNamespace(token_ids=[sorted({token, 2, 3}) for token in tokens])
+        found = flat_log_probs(tokens, parameters.logprobs)
+        return CompletionOutput(list(tokens), found, reason, list(spans), mask)
+
+    def check(self, parameters: Any) -> None:
+        """Raise what vLLM's input processor does."""
+        if (getattr(parameters, "logprobs", 0) or 0) > self.max_logprobs:
+            raise ValueError(f"Requested sample logprobs of {parameters.logprobs}, which is greater than max allowed")
+        if self.return_sampling_mask and getattr(parameters, "temperature", 1.0) <= 0:
+            raise ValueError("sampling distribution replay requires temperature > 0")
+        if self.return_sampling_mask and getattr(parameters, "top_k", 0) <= 0:
+            raise ValueError("sampling distribution replay requires top_k > 0 to bound sampling mask size")
+
+    async def abort(self, request_id: str) -> None:
+        self.calls.append("abort")
+        self.aborted.add(request_id)
+        async with self.changed:
+            self.changed.notify_all()
 
     async def tick(self) -> None:
         """Let every response draw a token, and its task see it."""
@@ -325,7 +368,7 @@ class OldLlm(Llm):
                     reason = "stop"
                 elif len(tokens) == parameters.max_tokens:
                     reason = "length"
-            log_probs = SimpleNamespace(logprobs=[-float(token) for token in tokens]) if tokens else None
+            log_probs = flat_log_probs(tokens, parameters.logprobs) if tokens else None
             self.prompts[name] = prompt["prompt_token_ids"]
             yield SimpleNamespace(outputs=[OldCompletionOutput(list(tokens), log_probs, reason)])
 
@@ -359,8 +402,26 @@ def parameters(stream_interval: int | None = None, **named: Any) -> Any:
     return SimpleNamespace(**named, **({"stream_interval": stream_interval} if stream_interval else {}))
 
 
+class Letters:
+    """A tokenizer: each token is a letter."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+
 registered: dict[str, Any] = {}
 llms: list[type[Llm]] = [Llm]  # the last one is made
+
+
+def started(arguments: dict[str, Any], *_: Any, **__: Any) -> Any:
+    """Return vLLM's process; it refuses arguments that vLLM 0.32 refuses."""
+    wanted = {name: arguments[name] for name in ("max_logprobs", "return_sampling_mask") if name in arguments}
+    if wanted.get("return_sampling_mask") and arguments["logprobs_mode"] != "processed_logprobs":
+        raise ValueError("sampling distribution replay requires logprobs_mode='processed_logprobs'")
+    return SimpleNamespace(llm=llms[-1](**wanted), connected=lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -406,20 +467,18 @@ def fake_vllm() -> Iterator[None]:
             module = ModuleType(name)
             module.__dict__.update(names)
             patch.setitem(sys.modules, name, module)
-        patch.setattr(
-            vllm_engine, "VllmProcess", lambda *_, **__: SimpleNamespace(llm=llms[-1](), connected=lambda: None)
-        )
+        patch.setattr(vllm_engine, "VllmProcess", started)
         yield
     sys.modules.pop("workers.engines.vllm.vllm_worker", None)
 
 
 @contextmanager
 def opened(
-    model_dir: Path, sampling: SamplingConfig, *, lora: LoraConfig | None = None, **settings: Any
+    model_dir: Path, sampling: SamplingConfig, *, lora: LoraConfig | None = None, num_top: int = 0, **settings: Any
 ) -> Iterator[Any]:
     engine = Paced(
         model_dir, ModelConfig(path=str(model_dir)), VllmConfig(**settings), sampling=sampling, max_prompt_tokens=64,
-        device=torch.device("cpu"), lora=lora,
+        device=torch.device("cpu"), lora=lora, num_top_log_probs=num_top,
     )  # fmt: skip
     yield engine
     engine.close()
@@ -729,6 +788,118 @@ def test_a_vllm_without_weight_updates_is_refused_before_it_starts(monkeypatch: 
         vllm_process._started({})
 
 
+@pytest.mark.parametrize("problem", ["first runner", "0.23"])
+def test_a_vllm_that_keeps_no_masks_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    class Arguments:
+        def __init__(self, model: str, return_sampling_mask: bool = False) -> None:
+            self.masks = return_sampling_mask
+
+        def create_engine_config(self) -> Any:
+            raise ValueError("sampling distribution\n replay requires Model Runner V2")
+
+    def old_arguments(model: str) -> Any:
+        raise AssertionError("it is asked by name first")
+
+    given = Arguments if problem == "first runner" else old_arguments
+    monkeypatch.setattr(sys.modules["vllm"], "AsyncEngineArgs", given, raising=False)
+    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(start_weight_update=None))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm_process, "version", lambda _: "0.23.0")
+    with pytest.raises(ConfigError, match=r"^rollout.keep_sampling_mask: ") as caught:
+        vllm_process._started({"model": "m", "return_sampling_mask": True})
+    lines = {
+        "first runner": "refused by vLLM: sampling distribution replay requires Model Runner V2; only vLLM's second",
+        "0.23": "vLLM 0.23.0 does not say which tokens it kept; install 0.32 or a newer one",
+    }
+    assert lines[problem] in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [3, 99])
+def test_responses_come_with_the_likeliest_tokens_also_over_a_swap_that_ends_requests(
+    model_dir: Path, sampling: SamplingConfig, number: int
+) -> None:
+    """As many as the model has, if more are asked for."""
+    expected = min(number, 13)
+    for version in (nullcontext, old_vllm):
+        with version(), opened(model_dir, sampling, num_top=number) as engine:
+            engine.load_weights(weights_of(model_dir))
+            engine.submit([GenerateRequest(row, torch.tensor([3, 4]), seed=1000 + row, ticket=row) for row in range(4)])
+            finished = engine.step(SET) + engine.step(SET)
+            engine.load_weights(weights_of(model_dir))
+            engine.version = 1
+            while engine.num_running:
+                finished += engine.step(SET)
+        assert len(finished) == 4 and any(len(set(one.versions_R.tolist())) == 2 for one in finished)
+        for one in finished:
+            number_drawn = len(one.response_R)
+            assert one.log_probs_R.tolist() == [-float(token) for token in one.response_R]
+            assert one.top.ids_RK.tolist() == [list(range(expected))] * number_drawn
+            assert one.top.ids_RK.dtype == torch.int32 and one.kept is None
+            places = one.top.log_probs_RK[:, 0].neg().tolist()
+            begins = places.index(0.0, 1) if 0.0 in places[1:] else number_drawn  # vLLM counts anew after a swap
+            assert places == [*range(begins), *range(number_drawn - begins)]
+            torch.testing.assert_close(one.top.log_probs_RK, one.top.log_probs_RK[:, :1] - torch.arange(expected) / 8)
+
+
+MASKED: dict[str, Any] = {
+    "max_response_tokens": 12,
+    "batch_size": 8,
+    "top_k": 4,
+    "keep_sampling_mask": True,
+    "engine": "vllm",
+}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_masks_come_with_a_response_also_if_a_stop_string_ends_it(
+    model_dir: Path, stops: bool, temperature: float
+) -> None:
+    sampling = RolloutConfig(**MASKED, temperature=temperature)
+    with opened(model_dir, sampling) as engine:
+        llm = engine._llm
+        assert llm.return_sampling_mask
+        engine.load_weights(weights_of(model_dir))
+        found = engine.prompt_log_probs(torch.tensor([3, 5, 7]))
+        assert (found is None) == (temperature != 1.0)
+        stop = StopTokenizer(Letters).make_stop_strings([chr(97 + token) for token in range(2, 13)]) if stops else None
+        requests = [GenerateRequest(row, torch.tensor([3, 4]), seed=row, ticket=row, stop=stop) for row in range(6)]
+        engine.submit(requests)
+        finished = []
+        while engine.num_running:
+            finished += engine.step(SET)
+        assert ("abort" in llm.calls) == stops
+    assert len(finished) == 6
+    for whole in finished:
+        one, _ = whole.until(stop)
+        assert len(one.response_R) == 1 or not stops or int(one.response_R[0]) == EOS
+        assert one.kept.counts_A.tolist() == [len({token, 2, 3}) for token in one.response_R.tolist()]
+        assert bool(one.kept.contains(one.response_R).all()) and one.kept.ids_P.dtype == torch.int32
+
+
+def test_a_response_whose_masks_are_missing_fails(model_dir: Path) -> None:
+    with opened(model_dir, RolloutConfig(**MASKED)) as engine:
+        engine._llm.loses_masks = True
+        engine.load_weights(weights_of(model_dir))
+        engine.submit([GenerateRequest(0, torch.tensor([3, 4]), seed=1)])
+        with pytest.raises(EngineFailed, match=r"vLLM gave 0 sampling masks for \d+ tokens; set rollout.keep_sampling"):
+            while engine.num_running:
+                engine.step(SET)
+
+
+@pytest.mark.parametrize(
+    ("masks", "parameters"),
+    [
+        (True, {"temperature": 0.0, "top_k": 4}), (True, {"temperature": 1.0, "top_k": 0}),
+        (False, {"temperature": 1.0, "top_k": 0, "logprobs": 21}),
+    ],
+)  # fmt: skip
+def test_the_stand_in_refuses_requests_that_vllm_refuses(masks: bool, parameters: dict[str, Any]) -> None:
+    llm = Llm(return_sampling_mask=masks)
+    with pytest.raises(ValueError, match=r"requires|greater than max allowed"):
+        llm.check(SimpleNamespace(**parameters))
+
+
 def test_a_process_that_ended_fails_the_response(model_dir: Path, sampling: SamplingConfig) -> None:
     with opened(model_dir, sampling) as engine:
         engine.load_weights(weights_of(model_dir))
@@ -740,13 +911,6 @@ def test_a_process_that_ended_fails_the_response(model_dir: Path, sampling: Samp
 
 
 def test_a_stop_string_ends_a_response(model_dir: Path, sampling: SamplingConfig) -> None:
-    class Letters:
-        def decode(self, tokens: list[int], **_: Any) -> str:
-            return "".join(chr(97 + token) for token in tokens)
-
-        def encode(self, text: str, **_: Any) -> list[int]:
-            return [ord(letter) - 97 for letter in text]
-
     with opened(model_dir, sampling) as engine:
         engine.load_weights(weights_of(model_dir))
         request = GenerateRequest(0, torch.tensor([3, 4]), seed=3)

@@ -13,7 +13,7 @@ from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs, process_variables
-from workers.settings.rollout import SamplingConfig
+from workers.settings.rollout import RolloutConfig, SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
@@ -44,6 +44,29 @@ def test_log_probs_are_tempered_and_unfiltered(
 def arguments(config: VllmConfig, device: torch.device, *, sleeps: bool = False) -> dict[str, object]:
     model, plan = ModelConfig(path="model", dtype="bfloat16"), plan_log_probs(sampling())
     return engine_arguments(Path("model"), model, config, plan, max_len=64, num_slots=4, device=device, sleeps=sleeps)
+
+
+def test_log_probs_are_those_of_the_kept_tokens_where_masks_are_kept() -> None:
+    """vLLM refuses masks with any other mode."""
+    given = {"max_response_tokens": 8, "engine": "vllm", "top_k": 5, "temperature": 0.5, "keep_sampling_mask": True}
+    plan = plan_log_probs(RolloutConfig.model_validate(given))
+    assert (plan.mode, plan.temperature, plan.logits_scale) == ("processed_logprobs", 0.5, 1.0)
+
+
+def test_masks_and_likeliest_tokens_are_asked_for_where_they_are_wanted() -> None:
+    def asked(config: VllmConfig, **wanted: Any) -> dict[str, object]:
+        model, plan = ModelConfig(path="model"), plan_log_probs(sampling())
+        found = engine_arguments(Path("m"), model, config, plan, max_len=64, num_slots=4, device=CPU, **wanted)
+        return {name: found[name] for name in ("return_sampling_mask", "max_logprobs") if name in found}
+
+    plain = VllmConfig()
+    assert asked(plain) == {}
+    assert asked(plain, keeps_mask=True) == {"return_sampling_mask": True}
+    assert asked(plain, num_top_log_probs=30) == {"max_logprobs": 30}
+    given = VllmConfig(engine_args={"max_logprobs": 64})
+    assert asked(given, num_top_log_probs=30) == asked(given) == {"max_logprobs": 64}
+    with pytest.raises(ValidationError, match="return_sampling_mask cannot be set there"):
+        VllmConfig(engine_args={"return_sampling_mask": True})
 
 
 def test_memory_that_can_be_freed_is_asked_for_only_where_the_engine_sleeps_on_a_device() -> None:

@@ -40,7 +40,7 @@ from workers.engines.hf.model import (
 )
 from workers.engines.packed_attention import alike_attention
 from workers.engines.packed_forward import use_float32_logits
-from workers.rows.packed_rows import TokenSets
+from workers.rows.packed_rows import TokenSets, TopTokens
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -169,6 +169,8 @@ class RunningResponse:
     slot: int  # its row in the engine's tensors
     tokens: list[int]  # prompt and response
     kept: list[Tensor] = field(default_factory=list)  # int32, what each token was drawn from, if that is kept
+    # The likeliest tokens where each token was drawn, int64 [K], and their log-probabilities, if these are wanted
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -374,8 +376,10 @@ class HfEngine(CheckedEngine):
         sampling: SamplingConfig,
         device: torch.device,
         lora: LoraConfig | None = None,
+        num_top_log_probs: int = 0,
     ) -> None:
         self._device = device
+        self._num_top = num_top_log_probs
         model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=STEP_ATTENTION)
         materialize(model, device)
         use_float32_logits(model)
@@ -396,7 +400,12 @@ class HfEngine(CheckedEngine):
     @staticmethod
     def of_run(setup: EngineSetup) -> "HfEngine":
         return HfEngine(
-            setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device, lora=setup.adapter
+            setup.model_dir,
+            setup.run.model,
+            sampling=setup.sampling,
+            device=setup.device,
+            lora=setup.adapter,
+            num_top_log_probs=setup.num_top_log_probs,
         )
 
     @property
@@ -529,6 +538,11 @@ class HfEngine(CheckedEngine):
                 response.kept.append(ids)
         else:
             token_B, log_prob_B = draw_tokens(logits_UV, uniform_B, self._sampling)
+        if self._num_top:
+            log_probs_BV = tempered_log_probs(logits_UV, self._sampling)
+            best = log_probs_BV.topk(min(self._num_top, log_probs_BV.shape[1]))
+            for response, ids, log_probs in zip(inputs.responses, best.indices, best.values, strict=True):
+                response.top.append((ids, log_probs))
         self._responses_SM[slots_B, columns_B] = token_B
         self._log_probs_SM[slots_B, columns_B] = log_prob_B
         self._versions_SM[slots_B, columns_B] = self.version
@@ -561,6 +575,7 @@ class HfEngine(CheckedEngine):
             truncated=truncated,
             ticket=response.request.ticket,
             kept=_kept_sets(response.kept) if self._sampling.keeps_mask else None,
+            top=_top_tokens(response.top) if self._num_top else None,
         )
 
 
@@ -570,6 +585,17 @@ def _kept_sets(kept: Sequence[Tensor]) -> TokenSets:
         counts_R = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
         ids_P = torch.empty(int(counts_R.sum()), dtype=torch.int32).copy_(torch.cat(list(kept)))
     return TokenSets(ids_P, counts_R)
+
+
+def _top_tokens(top: Sequence[tuple[Tensor, Tensor]]) -> TopTokens:
+    """Return a response's likeliest tokens in normal tensors on the CPU; callers are in inference mode."""
+    ids_RK, log_probs_RK = (torch.stack(part) for part in zip(*top, strict=True))
+    with torch.inference_mode(False):
+        shape = ids_RK.shape
+        return TopTokens(
+            torch.empty(shape, dtype=torch.int32).copy_(ids_RK),
+            torch.empty(shape, dtype=torch.float32).copy_(log_probs_RK),
+        )
 
 
 def draw_from_kept(

@@ -57,7 +57,7 @@ from workers.engines.megatron.megatron_model import (
 from workers.engines.megatron.names import FlatBox, MegatronGeometry, flat_boxes, hf_weight_names, megatron_shards
 from workers.engines.megatron.schedule import PipelineSchedule, Slot, StageTask
 from workers.engines.offload import OffloadedState
-from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_entropy_gradient
+from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_gradients
 from workers.engines.shared_model import BaseOfPolicy, SharedModel
 from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
@@ -339,7 +339,7 @@ class MegatronStage:
             return output, None
         log_probs_a, entropy_a = output[0].unbind(-1)
         if self._request is not None:
-            note_entropy_gradient(entropy_a, self._request)
+            note_gradients(self._request, entropy_a)
         return log_probs_a, entropy_a
 
     def transfer(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from workers.engines.vllm.vllm_process import (
     max_length,
     plan_log_probs,
 )
+from workers.rows.packed_rows import TokenSets, TopTokens
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
@@ -89,6 +90,7 @@ class VllmEngine(TaskEngine):
         lora: LoraConfig | None = None,
         reads_model: bool = False,
         sleeps: bool = False,
+        num_top_log_probs: int = 0,
     ) -> None:
         max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         super().__init__(model_dir, model, sampling, max_len, lora)
@@ -96,6 +98,7 @@ class VllmEngine(TaskEngine):
         self._lora = lora
         self._seeds_requests = has_request_seeds(config, device)
         self._plan = plan_log_probs(sampling)
+        self._num_top = min(num_top_log_probs, self._vocab_size)
         self._temperature = self._plan.temperature
         dtype = config.dtype or model.dtype
         tensors = {name: TensorSpec(need.shape, dtype) for name, need in self._needs.items()}
@@ -115,6 +118,7 @@ class VllmEngine(TaskEngine):
             model_dir, model, config, self._plan,
             max_len=max_len, num_slots=sampling.batch_size, device=device,
             adapters=adapters, reads_model=reads_model, sleeps=sleeps,
+            num_top_log_probs=self._num_top, keeps_mask=sampling.keeps_mask,
         )  # fmt: skip
         self._loaded = reads_model
         process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
@@ -140,6 +144,7 @@ class VllmEngine(TaskEngine):
             lora=setup.adapter,
             reads_model=not setup.follows_policy,
             sleeps=setup.takes_turns,
+            num_top_log_probs=setup.num_top_log_probs,
         )
 
     @property
@@ -312,7 +317,11 @@ class VllmEngine(TaskEngine):
         # vLLM computes a prompt whose log-probabilities are asked for anew, whatever its cache has.
         # 0.23 ignores the seeds of all requests in a batch if one has none.
         seed = 0 if self._seeds_requests else None
-        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=seed)
+        # Where masks are kept, vLLM takes no request without top-k; prompts do not pass it.
+        top_k = {"top_k": 1}
+        if not self._sampling.keeps_mask:
+            top_k = {}
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=seed, **top_k)
         try:
             name = f"probe-{self._load_number}"
             asked = self._llm.generate(prompt, parameters, name, lora_request=self._adapter, priority=-1)
@@ -330,6 +339,8 @@ class VllmEngine(TaskEngine):
         tokens: list[int] = []
         log_probs: list[float] = []
         loads: list[int] = []
+        kept: list[list[int]] = []
+        top: list[TopTokens] = []
         try:
             while True:
                 await self._no_swap.wait()
@@ -337,16 +348,23 @@ class VllmEngine(TaskEngine):
                 completion = await self._draw(request, tokens, load_number)
                 drawn = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
                 tokens += drawn
-                log_probs += completion.logprobs.logprobs if drawn else ()
+                log_probs += completion.logprobs.logprobs[:: self._num_top + 1] if drawn else ()
+                if self._num_top:
+                    top.append(_top_of(completion.logprobs, len(drawn), self._num_top))
+                if self._sampling.keeps_mask:
+                    kept += _mask_of(completion, len(drawn))
                 spans = _spans(getattr(completion, "weight_versions", None), len(drawn), load_number)
                 loads += [load for load, size in spans for _ in range(size)]
                 if completion.finish_reason != "abort" or self._num_aborts == num_aborts:
                     break
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
-        return Generation.of(
+        made = Generation.of(
             request, tokens=tokens, log_probs=log_probs, versions=loads, truncated=completion.finish_reason == "length"
         )
+        if self._num_top:
+            made = replace(made, top=TopTokens.joined(top))
+        return replace(made, kept=TokenSets.of(kept)) if self._sampling.keeps_mask else made
 
     async def _draw(self, request: GenerateRequest, before: list[int], load_number: int) -> Any:
         """Return vLLM's last `CompletionOutput` for a response of which the tokens `before` are drawn already."""
@@ -361,7 +379,9 @@ class VllmEngine(TaskEngine):
                 completion = output.outputs[0]
                 self._tasks.note_progress()
                 if self._is_over(request, before, completion, load_number, since=num_seen):
-                    break
+                    if not self._sampling.keeps_mask:
+                        break
+                    await self._llm.abort(name)  # masks come with the last output only, which this makes vLLM give
                 num_seen = len(completion.token_ids)
         return completion
 
@@ -400,7 +420,7 @@ class VllmEngine(TaskEngine):
             max_tokens=request.limit(sampling.max_response_tokens) - len(before),
             ignore_eos=True,  # the tokenizer's end token; `stop_token_ids` decides
             stop_token_ids=self._end_tokens(request),
-            logprobs=0,  # of the drawn token only
+            logprobs=self._num_top,  # beside the drawn token's
             flat_logprobs=True,
             detokenize=False,  # stop strings are found by `_is_over`
             output_kind=RequestOutputKind.CUMULATIVE,
@@ -497,6 +517,30 @@ def whole_checksums(parts: Sequence[Sequence[Any]], shapes: Mapping[str, tuple[i
             # Replicas that differ cannot all be what was published: no checksum is -1.
             found[name] = HeldChecksum(dtype, -1 if (name, dtype) in wrong else sum(boxes.values()) % 2**64)
     return found
+
+
+def _top_of(found: Any, num_tokens: int, num_top: int) -> TopTokens:
+    """Return the likeliest tokens from vLLM's `FlatLogprobs`, which may be None if no token was drawn."""
+    # At each place: the drawn token, then the likeliest ones, of which it may be one.
+    width = num_top + 1
+    ids, log_probs = (found.token_ids, found.logprobs) if num_tokens else ([], [])
+    if not len(ids) == len(log_probs) == num_tokens * width:
+        raise EngineFailed(
+            f"vLLM gave {len(log_probs)} log-probabilities for {num_tokens} tokens, not {width} for each"
+        )
+    ids_RK = torch.tensor(ids, dtype=torch.int32).view(num_tokens, width)[:, 1:]
+    return TopTokens(ids_RK, torch.tensor(log_probs, dtype=torch.float32).view(num_tokens, width)[:, 1:])
+
+
+def _mask_of(completion: Any, num_tokens: int) -> list[list[int]]:
+    """Return what each token was drawn from."""
+    mask = completion.sampling_mask
+    sets: list[list[int]] = [] if mask is None else mask.token_ids
+    if len(sets) != num_tokens:
+        raise EngineFailed(
+            f"vLLM gave {len(sets)} sampling masks for {num_tokens} tokens; set rollout.keep_sampling_mask to false"
+        )
+    return sets
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:

