@@ -15,7 +15,7 @@
 
 The faults: nothing is loaded at the start; an older version stays; half a bucket stays; a tensor holds that of another
 layer; an update of lr 1e-6 is not loaded. Trainer (`fsdp`), generator (`hf`), record and check are those of a run, in
-one process; the adapter is added by a stand-in for an engine. Without --model: the quickstart's model.
+one process. Without --model: the quickstart's model.
 """
 
 import argparse
@@ -43,11 +43,10 @@ from benchmarks import say_when
 from benchmarks.json_option import add_json_option, report
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from weightsync.checksums import tensor_checksum
-from weightsync.plan import Box, Need, plan_transfer
+from weightsync.plan import Need, plan_transfer
 from weightsync.sender import ShardWriter, describe
 from weightsync.version import Version
-from workers.engines.base import HeldChecksum, LocalShard
+from workers.engines.base import LocalShard
 from workers.engines.delivery import (
     DeliveryCheck,
     DeliveryProver,
@@ -87,6 +86,8 @@ class Lab:
         settings: tuple[str, ...] = (),
         scoring_share: float = 1.0,
     ) -> None:
+        if adapter:
+            settings += (f"lora={{rank: {RANK}, alpha: {ALPHA}}}",)
         settings += (f"model.path={model_dir}", f"model.dtype={dtype}", f"actor.autocast={dtype}")
         if int(model_config(model_dir)["max_position_embeddings"]) >= 128:
             settings += ("data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
@@ -94,10 +95,8 @@ class Lab:
         self.dtype = getattr(torch, dtype)
         self.trainer: Any = load_train_engine(self.config, device=CPU)
         self.parameters = {shard.name: shard.values for shard in self.trainer.shards()}
-        self.adapter = Adapter(self.parameters) if adapter else None
-        if self.adapter is not None:
-            self.adapter.merge_into(self.parameters)
-        self._note_change()
+        if adapter:
+            self.move(0.02, seed=0)  # B begins at 0, and the adapter would be the base
         shards = list(self.shards())
         plan = plan_transfer([describe(shards)], bucket_bytes=BUCKET_BYTES, dtype=dtype)
         self.writer = ShardWriter(plan, 0)
@@ -113,7 +112,8 @@ class Lab:
         )  # fmt: skip
 
     def shards(self) -> Iterable[LocalShard]:
-        return self.trainer.shards() if self.adapter is None else self.adapter.shards()
+        shards: Iterable[LocalShard] = self.trainer.shards()
+        return shards
 
     def publish(self, step: int) -> dict[str, Tensor]:
         """Record the trainer's weights as those of a step; return what travels."""
@@ -124,16 +124,14 @@ class Lab:
     def move(self, lr: float, seed: int) -> None:
         """Move every trained weight by `lr`, up or down."""
         chance = torch.Generator().manual_seed(seed)
-        trained = self.parameters if self.adapter is None else self.adapter.trained
-        for values in trained.values():
+        for values in self.parameters.values():
             values += lr * torch.randint(0, 2, values.shape, generator=chance).mul_(2).sub_(1)
-        if self.adapter is not None:
-            self.adapter.merge_into(self.parameters)
         self._note_change()
 
     def open_engine(self) -> HfEngine:
         engine: Any = load_generate_engine(self.config, self.config.rollout, device=CPU)
-        return engine if self.adapter is None else AdapterEngine(engine, self.adapter)  # type: ignore[return-value]
+        opened: HfEngine = engine
+        return opened
 
     def open_check(self, engine: Any) -> DeliveryCheck:
         self.store.delete_key("delivery/failed/rollout-0/0")
@@ -191,63 +189,6 @@ class Lab:
         return SimpleNamespace(sum_pieces=sum_pieces)
 
 
-class Adapter:
-    """A LoRA of every linear layer, in peft's names (Hu et al. 2021, arXiv 2106.09685)."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        chance = torch.Generator().manual_seed(0)
-        self.base = {name: values.clone() for name, values in parameters.items()}
-        self.trained: dict[str, Tensor] = {}
-        for name, values in parameters.items():
-            if "_proj.weight" in name:
-                stem = f"base_model.model.{name.removesuffix('.weight')}"
-                self.trained[f"{stem}.lora_A.weight"] = torch.randn(RANK, values.shape[1], generator=chance) * 0.02
-                self.trained[f"{stem}.lora_B.weight"] = torch.randn(values.shape[0], RANK, generator=chance) * 0.02
-
-    def shards(self) -> list[LocalShard]:
-        return [
-            LocalShard(name, tuple(values.shape), Box.from_shape(tuple(values.shape)), values)
-            for name, values in self.trained.items()
-        ]
-
-    def merged(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = dict(self.base)
-        for name in trained:
-            if name.endswith("lora_A.weight"):
-                other = trained[name.replace("lora_A", "lora_B")]
-                own = name.removeprefix("base_model.model.").replace(".lora_A", "")
-                made[own] = self.base[own] + ALPHA / RANK * (other.float() @ trained[name].float())
-        return made
-
-    def merge_into(self, parameters: Mapping[str, Tensor]) -> None:
-        for name, values in self.merged(self.trained).items():
-            parameters[name].copy_(values)
-
-
-class AdapterEngine:
-    """A stand-in for an engine that adds an adapter to its base."""
-
-    def __init__(self, engine: HfEngine, adapter: Adapter) -> None:
-        self._engine, self._adapter = engine, adapter
-        self._held = {name: torch.zeros_like(values) for name, values in adapter.trained.items()}
-
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        self._held = dict(weights)
-        self._engine.load_weights(self._adapter.merged(self._held))
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return {name: Need(tuple(values.shape)) for name, values in self._held.items()}
-
-    def weight_checksums(self) -> dict[str, HeldChecksum]:
-        return {
-            name: HeldChecksum(str(values.dtype).removeprefix("torch."), int(tensor_checksum(values)))
-            for name, values in self._held.items()
-        }
-
-    def prompt_log_probs(self, tokens_T: Tensor) -> Tensor | None:
-        return self._engine.prompt_log_probs(tokens_T)
-
-
 class NumbersOnly:
     """An engine that cannot read its weights back; `noise` (nats) depends on what else runs."""
 
@@ -284,8 +225,8 @@ def faulty_load(lab: Lab, fault: str, *, numbers_only: bool) -> str:
         assert not complaint(check, step), "a version that was loaded is refused"
     before = lab.publish(1)
     if fault == "not loaded":
-        base = before if lab.adapter is None else {}
-        engine.load_weights({name: torch.zeros_like(values) for name, values in (base or before).items()})
+        if not lab.config.sends_adapter:  # the files' weights are those of the first version, too
+            engine.load_weights({name: torch.zeros_like(values) for name, values in before.items()})
         return complaint(check, 1)
     engine.load_weights(before)
     assert not complaint(check, 1), "a version that was loaded is refused"

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from asyncflow.testing import training_samples as samples
+from workers.engines.lora import PREFIX, A, adapter_targets, initial_a
+from workers.settings.lora import LoraConfig
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,14 @@ class Plain:
     log_probs: list[Tensor]  # float64, of every sample's response
     trained_log_probs: list[Tensor]  # the same after the updates
     updates: list[tuple[float, float]]  # (gradient norm, learning rate) of each
-    weights: dict[str, Tensor]  # after the updates, by Hugging Face name; tied ones once
+    weights: dict[str, Tensor]  # after the updates, an adapter merged, by Hugging Face name; tied ones once
 
     @staticmethod
     @lru_cache
-    def of(model_dir: Path) -> "Plain":
+    def of(model_dir: Path, lora: LoraConfig | None = None) -> "Plain":
         before = _load(model_dir, torch.float64)
         model = _load(model_dir, torch.float32)
+        adapted = [] if lora is None else _add_adapter(model, lora)
         actor = samples.ACTOR
         optimizer = torch.optim.AdamW(decay_groups(model, actor.weight_decay), betas=actor.betas, eps=actor.eps)
         updates = []
@@ -45,8 +49,31 @@ class Plain:
             optimizer.step()
             optimizer.zero_grad()
             updates.append((float(norm), lr))
+        for layer in adapted:
+            parametrize.remove_parametrizations(layer, "weight")  # merges
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return Plain(_all_log_probs(before), _all_log_probs(model.double()), updates, weights)
+
+
+class _Change(nn.Module):
+    """W + scaling x B A, as a parametrization of W; B begins at 0."""
+
+    def __init__(self, a: Tensor, outputs: int, scaling: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scaling = nn.Parameter(a), nn.Parameter(torch.zeros(outputs, len(a))), scaling
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scaling * (self.b @ self.a)
+
+
+def _add_adapter(model: Any, lora: LoraConfig) -> list[nn.Module]:
+    """Freeze a model, and train an adapter of it, with seed 0; return the adapted layers."""
+    model.requires_grad_(False)
+    targets = adapter_targets({name: tuple(value.shape) for name, value in model.named_parameters()}, lora)
+    for path, (outputs, inputs) in targets.items():
+        change = _Change(initial_a(PREFIX + path + A, (lora.rank, inputs), lora, seed=0), outputs, lora.scaling)
+        parametrize.register_parametrization(model.get_submodule(path), "weight", change)
+    return [model.get_submodule(path) for path in targets]
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

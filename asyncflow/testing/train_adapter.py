@@ -12,6 +12,7 @@ from asyncflow.testing.adapter import run_config
 from workers.engines.base import TrainEngine
 from workers.engines.load_engine import load_train_engine
 from workers.settings.engines import ActorConfig
+from workers.settings.lora import LoraConfig
 
 
 class TrainAdapter:
@@ -31,6 +32,8 @@ class TrainAdapter:
     """Packages that must be importable; otherwise the tests are skipped."""
     shards_over_replicas: ClassVar[bool] = True
     """Whether a parameter is divided over the replicas; otherwise each replica holds all of it."""
+    lora: ClassVar[LoraConfig | None] = None
+    """Train an adapter, whose first values have seed 0, and deliver it merged (`weightsync.lora: merged`)."""
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
 

@@ -183,7 +183,7 @@ def trained(request: pytest.FixtureRequest, run_ranks: Callable[[TrainAdapter, s
     files = [out / f"rank-{rank}.pt" for rank in range(adapter.num_ranks(layout))]
     ranks = [torch.load(file, weights_only=False) for file in files if file.exists()]
     assert len(ranks) == len(files), f"ranks of {adapter.name} failed: see the first test of this layout"
-    return Trained(adapter, model_dir, out, ranks, Plain.of(model_dir))
+    return Trained(adapter, model_dir, out, ranks, Plain.of(model_dir, adapter.lora))
 
 
 def _run(adapter: TrainAdapter, layout: str, root: Path) -> None:
@@ -283,8 +283,8 @@ def test_a_sleep_in_the_middle_of_a_step_changes_no_bit(trained: Trained) -> Non
 def test_ranks_together_write_the_export_of_a_single_process(trained: Trained) -> None:
     """`export_share`, if the engine has it."""
     whole, shared = trained.out / "export", trained.out / "shared"
-    for path in whole.iterdir() if shared.is_dir() else ():
-        assert (shared / path.name).read_bytes() == path.read_bytes(), path.name
+    for path in whole.rglob("*") if shared.is_dir() else ():
+        assert path.is_dir() or (shared / path.relative_to(whole)).read_bytes() == path.read_bytes(), path.name
 
 
 def test_export_is_loaded_by_transformers(trained: Trained) -> None:

@@ -4,8 +4,8 @@
 
     lora_state_vs_full      bytes of weights, gradients and optimizer, counted / those of training all weights in
                             float32; lora_state_vs_full_bfloat16: the base in bfloat16 (`actor.autocast`)
-    lora_step_vs_full       a micro-batch with its update / the same with all weights, in turn, float32;
-                            lora_step_floor: by counting matrix products
+    lora_step_vs_full       a micro-batch with its update / the same with all weights, in turn, float32, processor time
+                            of one thread; lora_step_floor: by counting matrix products
     peft_round_trip_max_abs our adapter, loaded and saved by peft, against itself; peft_log_probs_max_abs: peft's
                             log-probabilities against ours
 

@@ -47,6 +47,11 @@ _WEIGHT_LIKE = (
 )  # fmt: skip
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Element types whose tensors are usable as stored (not quantized)."""
+# Of each, numpy's type of as many bits, since numpy has no bfloat16, and the exponent's bits. All of them are set in
+# infinities and NaNs, and in no other number.
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48), "F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80),
+}  # fmt: skip
 # Masks and counters, of any element type, that older files keep among the weights
 _NOT_WEIGHTS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|causal_mask|position_ids|num_batches_tracked)$")
 # Tensors that accompany quantized weights, which are raw numbers without them
@@ -270,7 +275,7 @@ def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTens
         assigned.setdefault(file, []).append(name)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        held = _read_header(path / file, key=key)
+        held = read_header(path / file, key=key)
         for name in assigned.get(file, ()):
             if name not in held:
                 raise _broken_weights(path / file, f"it lacks {name}, which {INDEX_FILE} puts there", key=key)
@@ -330,6 +335,15 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
             if stream.read(size) != beside.read(size):
                 return False
     return True
+
+
+def is_finite(stored: StoredTensor) -> bool:
+    """Return whether all numbers of a stored tensor, of a type in `FLOATS`, are finite; reads it."""
+    import numpy as np
+
+    kind, exponent = _EXPONENTS[stored.dtype]
+    bits = np.fromfile(stored.file, dtype=kind, count=math.prod(stored.shape), offset=stored.start)
+    return not bool(((bits & exponent) == exponent).any())
 
 
 def _check_parts(path: Path, kind: ModelKind) -> None:
@@ -520,8 +534,8 @@ def _check_named_weights(path: Path, chosen: str, *, key: str) -> None:
         )
 
 
-def _read_header(file: Path, *, key: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a complete safetensors file."""
+def read_header(file: Path, *, key: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a complete safetensors file. Raises BadModelDir, about the setting `key`, for any other."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from asyncflow.errors import ConfigError
-from workers.data.model_files import FLOATS, few_of
+from workers.data.model_files import FLOATS, few_of, is_finite, read_header
 from workers.settings.lora import ALL_LINEAR, LoraConfig
 
 if TYPE_CHECKING:
@@ -213,18 +213,15 @@ def write_adapter(
 
 def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> None:
     """Raise ConfigError if a directory does not hold, in peft's form, the plain LoRA that `lora` describes, or it does
-    not fit the model. Reads headers only."""
+    not fit the model."""
     given = f"lora.path: {directory}"
     try:
         config = json.loads((directory / CONFIG_FILE).read_text())
-        with safe_open(directory / WEIGHTS_FILE, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            held = {name: tuple(one.get_shape()) for name, one in slices.items()}
-            types = {name: str(one.get_dtype()) for name, one in slices.items()}
         if not isinstance(config, dict):
             raise ValueError(f"{CONFIG_FILE} holds no settings")
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{given} cannot be read as an adapter ({error}); name peft's directory of one") from error
+    held = read_header(directory / WEIGHTS_FILE, key="lora.path")
     _check_plain(config, given)
     for key, name, own in (
         ("r", "rank", lora.rank),
@@ -242,10 +239,12 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
             f"{given} does not fit lora.targets {lora.targets!r}: it lacks {lacks}, and has besides {others}"
         )
     for name, shape in shapes.items():
-        if held[name] != shape:
-            raise ConfigError(f"{given}: {name} has shape {held[name]}, but the model asks for {shape}")
-        if types[name] not in FLOATS:
-            raise ConfigError(f"{given}: {name} has elements of type {types[name]}; name an adapter of floats")
+        if held[name].shape != shape:
+            raise ConfigError(f"{given}: {name} has shape {held[name].shape}, but the model asks for {shape}")
+        if held[name].dtype not in FLOATS:
+            raise ConfigError(f"{given}: {name} has elements of type {held[name].dtype}; name an adapter of floats")
+        if not is_finite(held[name]):
+            raise ConfigError(f"{given}: {name} has numbers that are not finite; name an adapter of an earlier step")
 
 
 def read_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> "dict[str, Tensor]":
@@ -266,7 +265,7 @@ def _check_plain(config: Mapping[str, Any], given: str) -> None:
         )
     for key in ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save",
                 "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "fan_in_fan_out",
-                "use_qalora", "use_bdlora"):  # fmt: skip
+                "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config"):  # fmt: skip
         if config.get(key):
             raise ConfigError(f"{given} has {key}, which is not supported; name an adapter without it")
     if config.get("bias", "none") != "none":

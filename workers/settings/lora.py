@@ -66,6 +66,15 @@ class LoraConfig(Settings):
             )
         return given
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _is_a_list_or_all(cls, given: Any) -> Any:
+        if isinstance(given, str) and given != ALL_LINEAR:
+            raise ValueError(f"give {ALL_LINEAR}, or ends of module names as a list, such as [q_proj, v_proj]")
+        if isinstance(given, list | tuple) and ALL_LINEAR in given:
+            raise ValueError(f"{ALL_LINEAR} stands alone; give it without the list, or name modules")
+        return given
+
     @field_validator("targets", "modules_to_save")
     @classmethod
     def _names_some(cls, given: Any) -> Any:

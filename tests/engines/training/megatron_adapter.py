@@ -10,6 +10,7 @@ import torch.distributed as dist
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import TrainEngine
 from workers.settings.engines import ActorConfig
+from workers.settings.lora import LoraConfig
 from workers.settings.megatron import MegatronConfig
 
 LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "dp2": (1, 1, 1)}
@@ -43,12 +44,27 @@ class MegatronAdapter(TrainAdapter):
 
         actor = actor.model_copy(update={"engine": "megatron", "megatron": _division(layout)})
         return MegatronEngine(
-            model_dir, actor=actor, temperature=temperature, device=torch.device("cpu"), seed=0, timeout_s=600
+            model_dir,
+            actor=actor,
+            temperature=temperature,
+            device=torch.device("cpu"),
+            seed=0,
+            timeout_s=600,
+            lora=self.lora,
+            merged=self.lora is not None,
         )
 
     def replica(self, layout: str) -> tuple[int, int]:
         division = _division(layout).layout(dist.get_world_size())
         return division.place(dist.get_rank()).replica, division.replicas
+
+
+class MegatronLoraAdapter(MegatronAdapter):
+    """The same with an adapter beside a frozen model."""
+
+    name = "megatron-lora"
+    lora = LoraConfig(rank=3, alpha=6)
+    families = ("llama", "qwen2")
 
 
 def _division(layout: str) -> MegatronConfig:

@@ -2,8 +2,8 @@
 
 from asyncflow.testing.training import *  # noqa: F403
 
-from .fsdp_adapter import FsdpAdapter
-from .megatron_adapter import MegatronAdapter
+from .fsdp_adapter import FsdpAdapter, FsdpLoraAdapter
+from .megatron_adapter import MegatronAdapter, MegatronLoraAdapter
 from .outside_adapter import OutsideAdapter
 
-ADAPTERS = [FsdpAdapter(), MegatronAdapter(), OutsideAdapter()]
+ADAPTERS = [FsdpAdapter(), FsdpLoraAdapter(), MegatronAdapter(), MegatronLoraAdapter(), OutsideAdapter()]

@@ -375,6 +375,7 @@ def test_merging_is_exact_in_float32_and_casts_once() -> None:
         ({"use_dora": True}, "has use_dora, which is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa, which rewrites the base"),
         ({"bias": "all"}, "trains biases"),
+        ({"kasa_config": {"beta": 1e-4}}, "has kasa_config, which is not supported"),
         ({"peft_type": "IA3"}, "is a IA3 adapter"),
     ],
 )
@@ -411,6 +412,26 @@ def test_damaged_adapter_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path, tensors, lora, targets, base="base")
     with pytest.raises(ConfigError, match="lora_A.weight has elements of type I32; name an adapter of floats"):
         check_adapter(tmp_path, lora, targets)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="^lora.path: .*safetensors is not a complete safetensors file"):
+        check_adapter(tmp_path, lora, targets)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"cannot be read as an adapter \(adapter_config.json holds no settings\)"):
+        check_adapter(tmp_path, lora, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_adapter_with_a_number_that_is_not_finite_is_refused(tmp_path: Path, dtype: torch.dtype, number: float) -> None:
+    lora, targets = LoraConfig(rank=2), {"model.layers.0.mlp.up_proj": (16, 8)}
+    largest = torch.finfo(dtype).max
+    tensors = {name: torch.full(shape, largest, dtype=dtype) for name, shape in adapter_shapes(targets, 2).items()}
+    write_adapter(tmp_path, tensors, lora, targets, base="base")
+    check_adapter(tmp_path, lora, targets)
+    tensors[PREFIX + "model.layers.0.mlp.up_proj" + B][-1, -1] = number
+    write_adapter(tmp_path, tensors, lora, targets, base="base")
+    with pytest.raises(
+        ConfigError, match=r"^lora.path: .*up_proj.lora_B.weight has numbers that are not finite; name "
+    ):
         check_adapter(tmp_path, lora, targets)

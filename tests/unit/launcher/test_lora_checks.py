@@ -84,6 +84,19 @@ def test_initializations_that_rewrite_the_base_are_refused_by_name(init: str) ->
         configure(f"lora.init={init}")
 
 
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("q_proj", "'q_proj' cannot be used .*; give all-linear, or ends of"),
+        ("[all-linear]", "all-linear stands alone"),
+    ],
+)
+def test_targets_are_a_list_of_names_or_all(targets: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^lora.targets: .*{message}") as refused:
+        configure(f"lora.targets={targets}")
+    assert "\n" not in str(refused.value) and " more)" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("key", "message"), [("use_dora", "use_dora is not supported"), ("r", "is called rank here")])
 def test_names_of_peft_are_answered(key: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
