@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.colocated import part_separate
 from tests.runs import command
 from workers.records.ledger_file import read_ledger
 
@@ -86,3 +87,11 @@ def test_two_ranks_that_share_the_model_generate_for_a_run(tmp_path: Path) -> No
     assert metrics[0]["rollout_log_prob_diff_max"] < 1e-3
     assert metrics[1]["train_tokens_per_s"] == pytest.approx(3 * metrics[1]["train_tokens_per_s_per_device"], rel=0.05)
     assert not (tmp_path / "run" / "samples" / "rollout-1.jsonl").exists(), "both ranks are one instance"
+
+
+@pytest.mark.timeout(3200)
+def test_greedy_responses_of_roles_that_take_turns_are_those_of_separated_ones(tmp_path: Path) -> None:
+    figures = part_separate.with_vllm(tmp_path, part_separate.VLLM_STEPS)
+    assert figures["vllm_same_greedy_tokens"] == 1
+    spans = command.lines(tmp_path / "vllm-colocated" / "timeline" / "rollout-0-0.jsonl")
+    assert sum(span.get("name") == "wake up" for span in spans) >= 3, "its worker lost its memory in between"
