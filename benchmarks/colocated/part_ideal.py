@@ -176,20 +176,21 @@ def run(
     if short:
         workloads, switches, steps = workloads[1:2], switches[1:2], skip + 2
     step_s: dict[tuple[str, float, Form], float] = {}
-    predicted_s = dict(step_s)
+    predicted_s, ideals_s = dict(step_s), dict(step_s)
     figures: dict[str, float] = {}
     of_ideal: dict[bool, list[float]] = {True: [], False: []}
     errors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="colocated-") as directory:
         for name, switch_s, form in product(workloads, switches, FORMS):
             if not form.colocated and switch_s != switches[0]:  # the same run
-                for known in (step_s, predicted_s):
+                for known in (step_s, predicted_s, ideals_s):
                     if (name, switches[0], form) in known:
                         known[name, switch_s, form] = known[name, switches[0], form]
                 continue
             workload = halved(WORKLOADS[name])
             values = values_of(workload, form, switch_s=switch_s, steps=steps, seed=0)
             ideal_s = ideal_step_s(workload, form, switch_s=switch_s, seed=0, steps=steps, skip=skip)
+            ideals_s[name, switch_s, form] = ideal_s
             predicted_s[name, switch_s, form], same_s = predicted_step_s(values, num_devices(workload), skip)
             key = f"{form.name}_{name}" + (f"_{switch_s:g}s" if form.colocated else "")
             figures[f"{key}_ideal_s"] = ideal_s
@@ -219,8 +220,11 @@ def run(
             )
         if of_cases:  # of the shortest switch: the least that separation gains
             figures[title] = figures[f"{title}_{switches[0]:g}s"]
+    pairs, wrong = signs(ideals_s, predicted_s)
+    figures |= {"planner_pairs_of_ideal": pairs, "planner_wrong_signs_of_ideal": wrong}
     if launched:
-        figures |= {"planner_error_max": max(errors), **_signs(step_s, predicted_s)}
+        pairs, wrong = signs(step_s, predicted_s)
+        figures |= {"planner_error_max": max(errors), "planner_pairs": pairs, "planner_wrong_signs": wrong}
     if plot is not None:
         draw(step_s or predicted_s, plot, measured=launched)
     return figures
@@ -232,22 +236,20 @@ def separated_x(step_s: Mapping[tuple[str, float, Form], float]) -> dict[tuple[s
     return {case: seconds / step_s[*case, _OURS] for case, seconds in cases.items()}
 
 
-def _signs(
+def signs(
     step_s: Mapping[tuple[str, float, Form], float], predicted_s: Mapping[tuple[str, float, Form], float]
-) -> dict[str, float]:
-    """Return how often the planner names the slower form, of all pairs of a colocated run and the separated one that
-    differ by more than `SURE`."""
+) -> tuple[int, int]:
+    """Return how many pairs of a colocated form and the separated, asynchronous one differ by more than `SURE`, and in
+    how many of them the planner names the slower one."""
     pairs = wrong = 0
     for name, switch_s, form in step_s:
         if not form.colocated:
             continue
-        measured, predicted = (
-            each[name, switch_s, form] / each[name, switch_s, _OURS] for each in (step_s, predicted_s)
-        )
-        if not SURE[0] <= measured <= SURE[1]:
+        known, predicted = (each[name, switch_s, form] / each[name, switch_s, _OURS] for each in (step_s, predicted_s))
+        if not SURE[0] <= known <= SURE[1]:
             pairs += 1
-            wrong += (measured > 1) != (predicted > 1)
-    return {"planner_pairs": pairs, "planner_wrong_signs": wrong}
+            wrong += (known > 1) != (predicted > 1)
+    return pairs, wrong
 
 
 def draw(step_s: Mapping[tuple[str, float, Form], float], target: Path, *, measured: bool) -> None:

@@ -497,9 +497,10 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
         if not part.strip():
             raise ConfigError(f"--roles: {text!r} has an empty entry (a comma too many?); give e.g. --roles {_EXAMPLE}")
         name, colon, count = (piece.strip() for piece in part.partition(":"))
-        if not colon or not name:
+        parts = [each.strip() for each in name.split("+")]
+        if not colon or not all(parts):
             raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {_EXAMPLE}")
-        parts = [_canonical_role(each.strip(), users) for each in name.split("+")]
+        parts = [_canonical_role(each, users) for each in parts]
         role = "+".join(sorted(parts, key=[*ROLES, *users].index))
         if role in roles:
             raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")

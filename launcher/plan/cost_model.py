@@ -293,9 +293,9 @@ class CostModel:
         """The time until the agents of all nodes have a version (s)."""
         # Each node fetches it once, over TCP. Nodes without a trainer share what the trainers' nodes can send: all of
         # them ask for the same buckets at the same time, so they have little to give to each other.
-        taking = roles_on_device(reward_model=self.config.reward.model is not None)
-        shared = self.config.colocated[1:]
-        devices = sum(n for role, n in self.config.roles.items() if role in taking and role not in shared)
+        config = self.config
+        taking = {*roles_on_device(reward_model=config.reward.model is not None)} - {*config.guests}
+        devices = sum(n for role, n in config.roles.items() if role in taking)
         if self._is_inside(devices):
             return 0.0
         a_node = self.device.devices_per_node

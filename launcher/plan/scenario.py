@@ -206,7 +206,8 @@ class Scenario:
         rows_per_put: responses of a lease that an instance puts together.
         tokens: row -> length of its response.
         most_live: limit on an instance's concurrent rollouts of functions and agents; 0: one response per prompt.
-        colocated: roles that take turns on the same devices: rollout and actor, or none.
+        colocated: roles that take turns on the same devices: none, or rollout, actor and maybe evaluators, whose
+            evaluations are not simulated.
     """
 
     schedule: ScheduleConfig
@@ -265,7 +266,7 @@ class Scenario:
             times=times,
             turns=turns or Turns(),
             most_live=schedule.step_rows * schedule.staleness.steps_in_flight if config.rollout.is_own else 0,
-            colocated=config.colocated[:2],  # evaluations are not simulated
+            colocated=config.colocated,
         )
 
 

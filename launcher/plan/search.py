@@ -253,14 +253,16 @@ SIZED = ("rollout", "actor", "ref", "critic")
 
 
 def colocated_splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Iterator[dict[str, int]]:
-    """Yield the ranks of each role where rollout and actor take turns on as many devices as divide the batch.
+    """Yield the ranks of each role where rollout and actor take turns on as many devices as divide the batch, with the
+    evaluators if they do in `config`.
 
     The arguments are those of `splits`.
     """
     instance, replica = config.ranks_per_copy("rollout"), config.ranks_per_copy("actor")
     if config.schedule.mode is ScheduleMode.SUBSTEP or config.rollout.engine == "openai":
         return
-    fixed = {role: number for role, number in config.roles.items() if role not in SIZED}
+    joint = config.colocated or COLOCATED
+    fixed = {role: number for role, number in config.roles.items() if role not in (*SIZED, *joint)}
     sizes = [number * replica for number in _divisors(config.schedule.rollout_batch_size)]
     sizes = [number for number in sizes if number % instance == 0]
     for total in totals:
@@ -268,7 +270,7 @@ def colocated_splits(config: RunConfig, totals: Sequence[int], share: float | No
             for ref in (0,) if share is None else _copies(config, total - critic, share / 2):
                 fitting = [number for number in sizes if number <= total - critic - ref]
                 for number in fitting[-_LARGEST:]:
-                    own = {"rollout": number, "actor": number, "ref": ref, "critic": critic}
+                    own = dict.fromkeys(joint, number) | {"ref": ref, "critic": critic}
                     yield {role: number for role, number in (own | fixed).items() if number or role in fixed}
 
 
@@ -324,9 +326,9 @@ def _divisors(groups: int) -> list[int]:
 
 def devices_of(config: RunConfig) -> int:
     """Return the number of devices that the roles of a configuration occupy."""
-    taking = roles_on_device(reward_model=config.reward.model is not None)
-    shared = config.colocated[1:]  # these are on the devices of the first
-    return sum(number for role, number in config.roles.items() if role in taking and role not in shared)
+    # Guests have the actor's devices.
+    taking = {*roles_on_device(reward_model=config.reward.model is not None)} - {*config.guests}
+    return sum(number for role, number in config.roles.items() if role in taking)
 
 
 # Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.
@@ -525,7 +527,7 @@ class Planner:
         hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
         for role in [*plan.idle, *hosted]:
             together = role.split("+")  # colocated roles grow together
-            workers = at_work.get(together[-1], 1)
+            workers = max(at_work.get(each, 1) for each in together)
             size = math.lcm(*map(plan.config.ranks_per_copy, together))
             sizes = [roles.get(together[-1], 0) + more * size for more in range(1, workers + 1)]
             # Not every size divides the batch.
@@ -630,17 +632,22 @@ class Planner:
 
     def _role_splits(self, config: RunConfig) -> Iterator[dict[str, Any]]:
         """Yield values of `roles` and `colocated`; to minimize the cost, also for fewer devices."""
-        fixed = devices_of(with_changes(config, {"roles": {r: n for r, n in config.roles.items() if r not in SIZED}}))
-        room = self.num_devices - fixed
-        totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
+        fixed = with_changes(config, {"roles": {r: n for r, n in config.roles.items() if r not in SIZED}})
         share = self._scoring_share(config) if self._bounds.scores else None
         only_turns = config.schedule.mode.interrupts_for_turns
         if not (self.colocated or only_turns):
-            yield from ({"roles": roles, "colocated": ()} for roles in splits(config, totals, share))
+            apart = self._totals(devices_of(with_changes(fixed, {"colocated": ()})))
+            yield from ({"roles": roles, "colocated": ()} for roles in splits(config, apart, share))
         # Ranks that share a machine share its memory, too, so they gain nothing from turns.
         gains = only_turns or self.device is None or not self.device.shared_by
         if self.colocated or (self.colocated is None and gains):
-            yield from ({"roles": roles, "colocated": COLOCATED} for roles in colocated_splits(config, totals, share))
+            joint, totals = config.colocated or COLOCATED, self._totals(devices_of(fixed))
+            yield from ({"roles": roles, "colocated": joint} for roles in colocated_splits(config, totals, share))
+
+    def _totals(self, fixed: int) -> list[int]:
+        """Return the numbers of devices to try for the sized roles together; `fixed`: those of the others."""
+        room = self.num_devices - fixed
+        return [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
 
     def _scoring_share(self, config: RunConfig) -> float:
         """Return the reference's share of the devices that generate and score which takes them the least time."""

@@ -97,8 +97,9 @@ def accept_evaluation(
         raise ConfigError(f"CONFIG: is missing, and {model} is not a run that has one; name a YAML file or a recipe")
     source = find_recipe(config) if config is not None or run is None else run / CONFIG_FILE
     loaded = load_config(source, overrides=(*overrides, f"model.path={found}"), evaluates=True)
-    # The weights are whole, and nothing follows them.
-    own = loaded.model_copy(update={"roles": {ROLE: ranks}, "lora": None, "name": f"evaluate-{loaded.name}"})
+    # The weights are whole, nothing follows them, and no other role has the devices at times.
+    changes = {"roles": {ROLE: ranks}, "colocated": (), "lora": None, "name": f"evaluate-{loaded.name}"}
+    own = loaded.model_copy(update=changes)
     search_beside(own.code_directory)
     check_rules(own, OF_EVALUATIONS)
     devices = usable_devices(own)

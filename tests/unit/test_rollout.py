@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import workers.rollout.loop as rollout
-from asyncflow.errors import TrainingDiverged, WeightSyncError
+from asyncflow.errors import TrainingDiverged, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
@@ -434,6 +434,14 @@ def test_it_does_not_wait_for_published_weights_while_the_actor_wants_the_device
     loop._turn.grant(Version(0, 3))
     loop._turn.wanted = True
     assert not look(loop) and not loop._turn.held, "without weights it sleeps on"
+
+
+def test_published_weights_that_never_arrive_are_an_error() -> None:
+    loop = make_sharing()
+    loop._config.weightsync.timeout_s = 0.0
+    loop._turn.grant(Version(0, 3))  # damaged on their way, say, and given up
+    with pytest.raises(WeightsLate, match="weights of .* were published, but did not arrive within 0 s"):
+        look(loop)
 
 
 def test_what_a_trainer_that_starts_again_made_void_is_interrupted_in_every_mode() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.colocated import part_separate
 from tests.runs import command
 from workers.records.ledger_file import read_ledger
 
@@ -99,3 +100,11 @@ def test_likeliest_tokens_of_a_run_are_the_trainers(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     first = command.lines(tmp_path / "run" / "metrics.jsonl")[0]
     assert first["clip_fraction"] == 0 and first["rollout_log_prob_diff_max"] < 1e-3
+
+
+@pytest.mark.timeout(3200)
+def test_greedy_responses_of_roles_that_take_turns_are_those_of_separated_ones(tmp_path: Path) -> None:
+    figures = part_separate.with_vllm(tmp_path, part_separate.VLLM_STEPS)
+    assert figures["vllm_same_greedy_tokens"] == 1
+    spans = command.lines(tmp_path / "vllm-colocated" / "timeline" / "rollout-0-0.jsonl")
+    assert sum(span.get("name") == "wake up" for span in spans) >= 3, "its worker lost its memory in between"

@@ -6,6 +6,7 @@
 Used by the engines that are `Sleeper`s (`workers.engines.base`); knows nothing of turns. Nothing here is collective.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,10 @@ from asyncflow.errors import ConfigError
 # twice what it holds.
 _BLOCK_BYTES = 2**28
 _ALIGNED = 64  # of a storage's place in a block (bytes)
+# How long memory of the other side may still be there after its process was killed (s): an engine's own processes
+# (vLLM's) end a moment after it, and the driver frees what they had later still. How often that is looked at (s).
+_FREED_S = 20.0
+_LOOK_S = 0.1
 
 
 class StateOffload:
@@ -64,10 +69,12 @@ class StateOffload:
 
     @torch.no_grad()
     def move_in(self) -> None:
-        """Allocate the memory again and bring back what was kept."""
+        """Allocate the memory again, waiting a while for it if it is not free, and bring back what was kept."""
         use_device(self._device)
+        deadline = time.monotonic() + _FREED_S
         for storage, num_bytes in self._out:
-            storage.resize_(num_bytes)
+            while not _allocate(storage, num_bytes, may_fail=time.monotonic() < deadline):
+                time.sleep(_LOOK_S)
         for part, host in self._copied:
             part.copy_(host, non_blocking=True)
         wait_for_device(self._device)  # other threads and streams may use the tensors as soon as this returns
@@ -142,6 +149,17 @@ class OffloadedState(ABC):
     def _scratch_lost(self) -> None:
         """Note that the contents of `_scratch_tensors` are gone."""
         return
+
+
+def _allocate(storage: torch.UntypedStorage, num_bytes: int, *, may_fail: bool) -> bool:
+    """Return whether the device had the memory; raises OutOfMemoryError if not, unless it `may_fail`."""
+    try:
+        storage.resize_(num_bytes)
+    except torch.OutOfMemoryError:
+        if not may_fail:
+            raise
+        return False
+    return True
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:

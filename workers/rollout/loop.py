@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.errors import TrainingDiverged
+from asyncflow.errors import TrainingDiverged, WeightsLate
 from tq.client.lease import Lease, read_or_release
 from tq.client.queue_client import QueueClient
 from tq.client.session import StallMonitor
@@ -320,8 +320,9 @@ class RolloutLoop:
 
     def _wake_up(self, turn: TurnHolder) -> None:
         """Load the newest weights, those that the actor just published; stay asleep if they are not there yet and the
-        actor wants the devices back, or the run stops."""
-        engine, context = self._sleeper, self._context
+        actor wants the devices back, or the run stops. Raises WeightsLate."""
+        engine, context, timeout_s = self._sleeper, self._context, self._config.weightsync.timeout_s
+        deadline = time.monotonic() + timeout_s
         context.report_state("waking up")
         with context.timeline.span("wait for weights"):
             while (newest := self._weights.newest) is None or (turn.version is not None and newest < turn.version):
@@ -329,6 +330,11 @@ class RolloutLoop:
                 self._wake.clear()
                 if turn.wanted or context.stopping.is_set():
                     break
+                if time.monotonic() > deadline:  # nobody else would end this wait: the actor waits for what is drawn
+                    raise WeightsLate(
+                        f"weights of {turn.version} were published, but did not arrive within {timeout_s:g} s "
+                        f"(weightsync.timeout_s); see logs/weights"
+                    )
         if self._weights.abandoned:
             self._abandon_rollouts()
         with context.timeline.span("wake up"):

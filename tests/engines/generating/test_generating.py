@@ -10,6 +10,7 @@ from .vllm_adapter import (
     VllmLoraTensorParallelAdapter,
     VllmNpuAdapter,
     VllmSleepingAdapter,
+    VllmSleepingLoraAdapter,
     VllmTensorParallelAdapter,
 )
 from .vllm_serve_adapter import VllmServeAdapter, VllmServeLoraAdapter
@@ -26,6 +27,7 @@ ADAPTERS = [
     VllmLoraAdapter(),
     VllmLoraTensorParallelAdapter(),
     VllmSleepingAdapter(),
+    VllmSleepingLoraAdapter(),
     VllmNpuAdapter(),
     VllmServeAdapter(),
     VllmServeLoraAdapter(),

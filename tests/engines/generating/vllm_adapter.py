@@ -89,6 +89,12 @@ class VllmSleepingAdapter(VllmAdapter):
     settings = {"engine_args": {"worker_cls": "tests.vllm_engine.sleeping_worker.SleepingWorker"}}  # noqa: RUF012
 
 
+class VllmSleepingLoraAdapter(VllmSleepingAdapter, VllmLoraAdapter):
+    """The same at level 1: it keeps the base, and its adapter comes anew."""
+
+    name = "vllm-sleeping-lora"
+
+
 class VllmNpuAdapter(VllmAdapter):
     """A worker with the refusals of vllm-ascend's (`tests/vllm_engine/npu_worker.py`), and the settings of Ascend."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ablation.workloads import WORKLOADS
-from benchmarks.colocated.part_ideal import FORMS, Form, halved, ideal_step_s, run_config, values_of
+from benchmarks.colocated.part_ideal import FORMS, Form, halved, ideal_step_s, run_config, signs, values_of
 from launcher.plan.scenario import Latency, Scenario, Times
 from launcher.plan.world import simulate
 
@@ -41,3 +41,12 @@ def test_long_tails_and_long_switches_favour_the_separated_form() -> None:
 
     assert gain("w0", 0.0) < gain("w3", 0.0)
     assert gain("w0", 0.0) < gain("w0", 2.0) < gain("w0", 10.0)
+
+
+def test_only_pairs_that_differ_for_sure_have_a_sign() -> None:
+    known = dict.fromkeys(FORMS, 1.0) | {FORMS[0]: 1.04, FORMS[1]: 1.06, FORMS[2]: 0.9, FORMS[3]: 2.0}
+    for predicted, wrong in (({}, 0), ({FORMS[0]: 0.5, FORMS[3]: 0.5}, 0), ({FORMS[1]: 0.99, FORMS[2]: 1.01}, 2)):
+        step_s, predicted_s = (
+            {("w0", 2.0, form): each for form, each in of.items()} for of in (known, known | predicted)
+        )
+        assert signs(step_s, predicted_s) == (2, wrong)

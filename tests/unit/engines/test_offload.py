@@ -49,3 +49,28 @@ def test_scratch_comes_back_without_a_copy_and_memory_of_others_stays(monkeypatc
     assert others.eq(0).all()
     offload.move_in()
     assert kept.eq(1).all() and scratch.untyped_storage().nbytes() == 20000
+
+
+def test_memory_that_a_killed_process_still_has_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.engines.offload, "_LOOK_S", 0.0)
+    resize, refusals = torch.UntypedStorage.resize_, 3
+
+    def full(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        nonlocal refusals
+        if num_bytes and refusals:
+            refusals -= 1
+            raise torch.OutOfMemoryError("no room")
+        resize(storage, num_bytes)
+
+    tensors, offload = [torch.ones(10), torch.full((20,), 2.0)], StateOffload(CPU)
+    offload.move_out(tensors)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    offload.move_in()
+    assert refusals == 0 and tensors[0].eq(1).all() and tensors[1].eq(2).all()
+
+    offload.move_out(tensors)
+    monkeypatch.setattr(workers.engines.offload, "_FREED_S", 0.0)
+    refusals = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        offload.move_in()
+    assert offload.is_out, "what was kept is still in host memory"

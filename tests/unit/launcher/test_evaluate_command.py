@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 import configs
@@ -73,3 +74,15 @@ def test_all_of_a_model_is_checked_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"model.path: .*model"):
         accept_evaluation(str(model), "quickstart", overrides=[], ranks=1, run_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_evaluators_took_turns_is_placed_without_the_other_roles(tmp_path: Path) -> None:
+    here = Path(configs.__path__[0])
+    (tmp_path / "quickstart").symlink_to(here / "quickstart")
+    values = yaml.safe_load((here / "quickstart.yaml").read_text())
+    config = tmp_path / "turns.yaml"
+    config.write_text(yaml.safe_dump({**values, "roles": {"rollout+actor+evaluate": 2, "ref": 1}}))
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model.path: "):  # what is checked after the placement
+        accept_evaluation(str(model), str(config), overrides=[], ranks=2, run_dir=str(tmp_path / "out"))

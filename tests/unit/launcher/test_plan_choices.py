@@ -200,3 +200,19 @@ def test_turns_are_planned_for_schedules_and_devices_that_have_them() -> None:
     # A plan for a run that is colocated now may be one in which it is not.
     shared = config.model_copy(update={"roles": {"rollout": 2, "actor": 2}, "colocated": ("rollout", "actor")})
     assert forms(open_planner(shared, devices=8, device=None)) == {False, True}
+
+
+def test_evaluators_that_take_turns_are_as_many_as_the_roles_that_they_share_with() -> None:
+    roles = {"rollout": 2, "actor": 2, "evaluate": 2}
+    config = with_changes(sim_run(train_s_per_token=0.002), {"roles": roles, "colocated": (*roles,)})
+    config = with_changes(config, {"evaluate.engine": "sim", "evaluate.path": "held_out.jsonl", "evaluate.interval": 1})
+    planner = open_planner(config, devices=8, device=None)
+    plans = planner.find_plans()
+    best = next(plan for plan in plans if plan.config.is_colocated)
+    count = best.config.roles["actor"]
+    assert count > 2 and best.roles_text.startswith(f"rollout+actor+evaluate:{count}")
+    assert {plan.config.roles["evaluate"] for plan in plans if not plan.config.is_colocated} == {2}
+    assert all(plan.num_devices <= 8 for plan in plans), "evaluators with devices of their own need room"
+    more = planner.one_more(best)
+    assert any(role.startswith("rollout+actor+evaluate:") for role in more)
+    assert re.search(rf"rollout\+actor\+evaluate:{count} \(\d+ %\)", plan_text(planner, [best], more))

@@ -54,6 +54,7 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
         ("rollout:8", "'actor' is missing"),
         ("rollout+actor:0", "actor:0 must have at least 1 rank"),
         ("rolout+actor:1", "'rolout' is not a role; did you mean 'rollout'?"),
+        ("+actor:2", "'+actor:2' is not role:ranks"),
         (
             "rollout+ref:2,actor:2",
             "'rollout+ref' cannot share devices, only rollout+actor can, and rollout+actor+evaluate; give each",

@@ -3,7 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,8 @@ class FrozenModel(OffloadedState):
         return response_top_log_probs(self._model, self._inputs(batch), self._temperature, k, num_tokens)
 
 
-class RewardModel(OffloadedState):
-    """Scores responses: a language model's backbone with a scalar head, read at the last token. Implements `Sleeper`.
+class RewardModel:
+    """Scores responses: a language model's backbone with a scalar head, read at the last token.
 
     Responses are packed, and a shared prompt is computed once. Ranks that share the model must make the same calls with
     the same batch.
@@ -171,9 +171,6 @@ class RewardModel(OffloadedState):
             return self._score_packed(read)
         # A rank without samples computes something anyway, to take part in the gathers.
         return over_ranks(read, lambda part: self._score_packed(part or read), count=lambda part: len(part.lengths_N))
-
-    def _state_tensors(self) -> Iterator[Tensor]:
-        yield from self._model.parameters()
 
     def _score_packed(self, read: Sequences) -> Tensor:
         inputs = PackedInputs.from_batch(read, self._device, shared_prompt=True)
