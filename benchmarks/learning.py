@@ -226,8 +226,8 @@ def eval_pause(seeds: int, steps: int) -> dict[str, float]:
         apart = ("evaluate.n_samples_per_prompt=6000", "evaluate.interval=1", *own)
         ran = run_recipe("quickstart", Path(temporary) / "apart", apart, steps=steps, roles=APART)
         waited, meanwhile = _rows_around_evaluation(ran)
-        own = (*own, f"evaluate.interval={steps}", "schedule.mode=sync", "schedule.max_staleness=0")
-        shared = ("evaluate.n_samples_per_prompt=100", *own)
+        in_turn = (f"evaluate.interval={steps}", "schedule.mode=sync", "schedule.max_staleness=0")
+        shared = ("evaluate.n_samples_per_prompt=100", *in_turn, *own)
         ran = run_recipe("quickstart", Path(temporary) / "shared", shared, steps=steps, roles=IN_TURNS)
         in_turns, _ = _rows_around_evaluation(ran)
     return {"eval_pause": waited, "eval_pause_rows": meanwhile, "eval_pause_in_turns": in_turns}
