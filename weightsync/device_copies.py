@@ -230,7 +230,9 @@ class BucketTensors(Mapping[str, Tensor]):
         self._uses = Counter(part.bucket for parts in different.values() for part in parts)
         self._last: tuple[Piece, Tensor] | None = None
         self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
-        self._most_kept = len({bucket.sender for bucket in self._buckets}) + 1
+        # Usually each trainer rank has one bucket that is partly used. Another one may hold what several ranks have and
+        # this one sends: small tensors of all layers.
+        self._most_kept = 2 * len({bucket.sender for bucket in self._buckets}) + 1
         self._own = [index for index in sorted(self._uses) if reader.reads_bucket(self._buckets[index])]
         self._stream = None if reader.device.type == "cpu" else torch.Stream(device=reader.device)
         self._travelling: dict[int, tuple[Tensor, Tensor, torch.Event | None]] = {}
@@ -260,7 +262,7 @@ class BucketTensors(Mapping[str, Tensor]):
         return values
 
     def _note_used(self, index: int) -> None:
-        """Let a bucket go once all of it was used; so those that are kept are partly used, one of each trainer rank."""
+        """Let a bucket go once all of it was used."""
         self._uses[index] -= 1
         if self._uses[index] == 0:
             self._kept.pop(index, None)
@@ -359,5 +361,5 @@ def _find_parts(layout: RegionLayout, matched: Mapping[str, Piece]) -> dict[str,
             inside, within = part.relative_to(wanted.box), part.relative_to(piece.box)
             assert inside is not None and within is not None, "an overlap is inside both"
             parts[name].append(_Part(index, place, inside.slices, within.slices, piece.box == wanted.box))
-    first = {name: (found[0].bucket, found[0].place) if found else (0, 0) for name, found in parts.items()}
-    return {name: parts[name] for name in sorted(parts, key=first.__getitem__)}
+    # Every trainer rank cuts what it sends into buckets in this order.
+    return {name: parts[name] for name in sorted(parts, key=lambda each: matched[each].tensor)}
