@@ -590,7 +590,8 @@ class _Run:
         away = self._gone | self._supervisor.pending
         passive = SERVICES | OBSERVERS
         workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
-        return self._watch.find_stuck_ranks(self._statuses, workers=workers, now=time.monotonic(), paused=self._rests)
+        now = time.monotonic()
+        return list(self._watch.find_stuck_ranks(self._statuses, workers=workers, now=now, paused=self._rests))
 
     def _external_exits(self) -> list[Event]:
         """Return the exits of the gangs that the user started."""
