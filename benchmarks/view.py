@@ -342,7 +342,7 @@ def measure_overhead(directory: Path, rounds: int, num_steps: int) -> dict[str, 
         seconds = {}
         for looked_at in ((False, True), (True, False))[number % 2]:
             run_dir = directory / f"run-{number}-{looked_at}"
-            seconds[looked_at], _ = run_once(run_dir, num_steps, looked_at=looked_at)
+            seconds[looked_at] = run_once(run_dir, num_steps, looked_at=looked_at)[0]
             if looked_at:
                 files = [path for name in ("samples", "trace") for path in (run_dir / name).iterdir()]
                 kept = sum(path.stat().st_size for path in files) / num_steps / 1e3

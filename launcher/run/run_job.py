@@ -406,17 +406,20 @@ class _Run:
 
     def _follow_pause(self) -> None:
         """Tell the user and the workers how far a pause is, if that changed."""
-        asked = self._pause_asked and self._phase is Phase.RUN
-        now = pause_text(asked, None if self._lead is None else self._statuses.get((self._lead, 0)))
+        running = self._phase is Phase.RUN
+        lead = None if self._lead is None else self._statuses.get((self._lead, 0))
+        now = pause_text(self._pause_asked and running, lead)
         if now == self._pause:
             return
         self._pause = now
         # A lead that starts again, and has not said yet how far the pause is, leaves everything at rest meanwhile.
         self._rests = now.startswith(PAUSED) or (now == PAUSING and self._rests)
+        self._progress.show_pause(now)
+        if not running:  # a run that stops admits nothing more: its pause is not lifted
+            return
         logger.info("pause: %s", now or NO_PAUSE)
         self._store.set_pause(PAUSED if self._rests else PAUSING if now else NO_PAUSE)
-        self._progress.show_pause(now)
-        if now != PAUSING and self._phase is Phase.RUN:
+        if now != PAUSING:
             self._progress.print_event(now or "the pause is over")
 
     def _handle_event(self, event: Event) -> Finish | None:
@@ -590,7 +593,8 @@ class _Run:
         away = self._gone | self._supervisor.pending
         passive = SERVICES | OBSERVERS
         workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
-        return self._watch.find_stuck_ranks(self._statuses, workers=workers, now=time.monotonic(), paused=self._rests)
+        now = time.monotonic()
+        return list(self._watch.find_stuck_ranks(self._statuses, workers=workers, now=now, paused=self._rests))
 
     def _external_exits(self) -> list[Event]:
         """Return the exits of the gangs that the user started."""
