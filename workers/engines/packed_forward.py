@@ -147,11 +147,12 @@ def head_top_log_probs(
     best_AK = torch.empty(len(hidden_AD), 0, dtype=tiles.dtype, device=hidden_AD.device)
     ids_AK = torch.empty(len(hidden_AD), 0, dtype=torch.int64, device=hidden_AD.device)
     for rows, z_An in tiles:
-        known_An = z_An[:, : max(0, num_tokens - rows.start)]
-        found_AK, column_AK = known_An.topk(min(k, known_An.shape[1]), dim=1)
-        best_AK, ids_AK = torch.cat([best_AK, found_AK], 1), torch.cat([ids_AK, column_AK + rows.start], 1)
-        best_AK, column_AK = best_AK.topk(min(k, best_AK.shape[1]), dim=1)
-        ids_AK = ids_AK.gather(1, column_AK)
+        if rows.start < num_tokens:
+            known_An = z_An[:, : num_tokens - rows.start]
+            found_AK, column_AK = known_An.topk(min(k, known_An.shape[1]), dim=1)
+            best_AK, ids_AK = torch.cat([best_AK, found_AK], 1), torch.cat([ids_AK, column_AK + rows.start], 1)
+            best_AK, column_AK = best_AK.topk(min(k, best_AK.shape[1]), dim=1)
+            ids_AK = ids_AK.gather(1, column_AK)
         sums.raise_most(z_An.amax(1))
         sums.sum_A += z_An.sub_(sums.most_A.unsqueeze(1)).exp_().sum(1)
     return ids_AK, best_AK - (sums.most_A + sums.sum_A.log()).unsqueeze(1)
