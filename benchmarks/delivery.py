@@ -5,7 +5,8 @@
     undelivered_caught                faults of a generating engine that are refused, full weights; of 5
     undelivered_caught_by_numbers     ... where the engine cannot read its weights back; of 5
     undelivered_caught_adapter        the same five faults with an adapter in peft's names; of 5
-    false_alarms                      versions that were loaded, and refused; of 2 x --versions in each element type
+    false_alarms                      versions that were loaded, and refused; of 2 x --versions in each element type, of
+                                      full weights and of adapters
     smallest_move_DTYPE               least learning rate of an update (AdamW's first: every weight moves by it) whose
                                       loss is seen by numbers, in an engine that computes the same twice
     smallest_move_noisy_DTYPE         ... in one whose rounding depends on what else runs
@@ -358,10 +359,10 @@ def measure(model_dir: Path, versions: int) -> dict[str, Any]:
         say_when(f"{key} {figures[key]} of {len(FAULTS)}")
     figures["false_alarms"] = 0
     for dtype in ("float32", "bfloat16"):
-        lab = Lab(model_dir, dtype)
-        said = false_alarms(lab, versions)
-        figures["false_alarms"] += len(said)
-        each |= {f"false alarm {number} in {dtype}": text for number, text in enumerate(said)}
+        for what, lora in (("weights", False), ("adapter", True)):
+            said = false_alarms(Lab(model_dir, dtype, adapter=lora), versions)
+            figures["false_alarms"] += len(said)
+            each |= {f"false alarm {number}, {what} in {dtype}": text for number, text in enumerate(said)}
         lab = Lab(model_dir, dtype)
         figures[f"smallest_move_{dtype}"] = smallest_move(lab, noisy=False)
         figures[f"smallest_move_noisy_{dtype}"] = smallest_move(lab, noisy=True)

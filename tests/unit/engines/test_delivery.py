@@ -56,9 +56,10 @@ def test_an_engine_that_cannot_be_read_is_refused_by_its_numbers(lab: Lab, fault
     assert "the probe" in said and "log-probabilities" in said and "tensors" not in said
 
 
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_arrived_is_never_refused(model_dir: Path, dtype: str) -> None:
-    assert false_alarms(Lab(model_dir, dtype), 12) == []
+def test_what_arrived_is_never_refused(model_dir: Path, dtype: str, adapter: bool) -> None:
+    assert false_alarms(Lab(model_dir, dtype, adapter=adapter), 12) == []
 
 
 def test_the_second_failure_ends_the_run_unless_many_versions_came_between(lab: Lab) -> None:
