@@ -75,9 +75,7 @@ def test_wanted_devices_are_not_given_away_while_an_answer_may_be_on_its_way(mon
 def test_a_model_that_cannot_sleep_is_refused_by_name() -> None:
     class Sleepless: ...
 
-    class Sleeper:
-        resident_bytes = 0
-
+    class Sleeper:  # the methods that are looked for before a start, and no more
         def sleep(self) -> None: ...
 
         def wake(self) -> None: ...

@@ -218,10 +218,6 @@ class Sleeper(Protocol):
     def wake(self) -> None:
         """Bring the state back, bit for bit; does nothing if it is awake. Collective."""
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of state on this rank's device now."""
-
 
 class SleepOrder:
     """Which parts of a generator sleep. Asserts that they wake in order; a helper for implementations of
@@ -436,6 +432,10 @@ class TrainedEngine(Protocol):
 class SleepingTrainer(TrainedEngine, Sleeper, Protocol):
     """A training engine that can free its device memory between two calls, also in the middle of a step; with its
     copies of the policy, if it has any."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state on this rank's device now. Runs do not ask; the conformance suite does."""
 
 
 # (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients. For a batch

@@ -206,7 +206,6 @@ class SimFrozenModel:
     """Returns the log-probabilities of the generation engine; implements `FrozenEngine` and `Sleeper`."""
 
     adopts_weights = True
-    resident_bytes = 0
 
     def __init__(self, config: SimConfig, *, s_per_token: float) -> None:
         self._config = config
