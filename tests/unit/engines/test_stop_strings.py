@@ -250,6 +250,7 @@ def vllm_response(monkeypatch: pytest.MonkeyPatch, stop: StopStrings | None, swa
     made: Any = engine
     made._begun_load, made._num_aborts, made._tasks = 1, 0, SimpleNamespace(note_progress=lambda: None)
     made._tells_versions, made._no_swap, made._lora = True, asyncio.Event(), None
+    made._sampling, made._num_top = SimpleNamespace(keeps_mask=False), 0
     made._no_swap.set()
     made._parameters = lambda request, before: None
     made._llm = Vllm([0, 1, 2, 3, 4, 5, 6, 7], engine, swap_after)
