@@ -251,7 +251,7 @@ def swap_weights(needs: Needs) -> Facts:
 
 def hand_over(needs: Needs) -> Facts:
     """Read memory that other processes exported, on each rank's device: the way of weights in colocated runs."""
-    facts: Facts = {"missing": 0, "wrong": 0, "refused": ""}
+    facts: dict[str, Any] = {"missing": 0, "wrong": 0, "refused": ""}
     if not vendor_of(needs.device).has_ipc:
         return facts | {"said": f"{needs.device}: colocated weights go through shared memory"}
     names = rank_devices(needs.device)

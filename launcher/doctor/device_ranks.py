@@ -168,16 +168,16 @@ def handover(device: torch.device, rank: int, size: int, store: dist.Store) -> d
     try:
         memory = ExportedMemory(numbers.nbytes, device)
     except DeviceMemoryError as error:
-        store.set(f"handle {rank}", b"")
+        store.set(f"handle {rank}", "")
         return {f"{rank}": {"refused": str(error)}}
     memory.write(0, numbers + rank)
     wait_for_device(device)
-    store.set(f"handle {rank}", memory.handle)
+    store.set(f"handle {rank}", memory.handle.hex())
     others = [other for other in range(size) if other != rank]
     store.wait([f"handle {other}" for other in others], TIMEOUT)
     found: dict[str, Any] = {}
     for other in others:
-        handle = bytes(store.get(f"handle {other}"))
+        handle = bytes.fromhex(store.get(f"handle {other}").decode())
         if handle:
             found[f"{other}"] = _read_memory(handle, device, numbers + other)
     store.set(f"has read {rank}", "1")
