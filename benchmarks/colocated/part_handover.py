@@ -33,4 +33,4 @@ def _bytes_from_host(env: dict[str, str], directory: Path) -> int:
     assert said is not None, "a rank failed"
     one, ranks = said[handover_mode.ONE], said[handover_mode.OF_RANKS]
     assert (one["wrong"], ranks["wrong"]) == (0, 0), "a version did not arrive whole"
-    return sum(int(on_host) for _, on_host in one["loads"]) + int(ranks["sum"][1])
+    return int(sum(on_host for _, on_host in one["loads"]) + ranks["sum"][1])

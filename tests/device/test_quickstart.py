@@ -1,9 +1,10 @@
 """Whole runs on `late`: their metrics are those of the CPU."""
 
-import json
 from pathlib import Path
 
 import pytest
+
+from tests.runs import command
 
 from .whole_runs import CASES, run_of
 
@@ -35,7 +36,7 @@ def test_a_run_equals_that_of_the_cpu(
 
 def handed_over(run_dir: Path) -> list[tuple[int, int]]:
     """Return, for each load of weights that were on devices, the bytes that came from there and from shared memory."""
-    spans = [json.loads(line) for path in (run_dir / "timeline").glob("rollout-*.jsonl") for line in path.open()]
+    spans = [one for path in (run_dir / "timeline").glob("rollout-*.jsonl") for one in command.lines(path)]
     return [(one["device_bytes"], one["host_bytes"]) for one in spans if one.get("name") == "hand over weights"]
 
 
