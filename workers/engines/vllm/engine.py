@@ -519,11 +519,11 @@ def whole_checksums(parts: Sequence[Sequence[Any]], shapes: Mapping[str, tuple[i
     return found
 
 
-def _top_of(found: Any, num_tokens: int, num_top: int) -> TopTokens:
+def _top_of(flat: Any, num_tokens: int, num_top: int) -> TopTokens:
     """Return the likeliest tokens from vLLM's `FlatLogprobs`, which may be None if no token was drawn."""
     # At each place: the drawn token, then the likeliest ones, of which it may be one.
     width = num_top + 1
-    ids, log_probs = (found.token_ids, found.logprobs) if num_tokens else ([], [])
+    ids, log_probs = (flat.token_ids, flat.logprobs) if num_tokens else ([], [])
     if not len(ids) == len(log_probs) == num_tokens * width:
         raise EngineFailed(
             f"vLLM gave {len(log_probs)} log-probabilities for {num_tokens} tokens, not {width} for each"
