@@ -15,6 +15,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
@@ -222,6 +223,11 @@ def abort_group(group: ProcessGroup) -> None:
 def exact_dtype(device: torch.device) -> torch.dtype:
     """Return float64 where the device's kernels support it, else float32."""
     return torch.float64 if vendor_of(device.type).has_float64 else torch.float32
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Begin this process's random numbers anew; every rank and step has others."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:

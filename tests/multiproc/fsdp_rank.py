@@ -1,7 +1,8 @@
 """One rank of test_fsdp_engine: trains three updates, saves, trains one more, exports; or resumes and trains the last.
 
 python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume, forward; hybrid, resume-hybrid: with two replicas;
-    resume-plain: from a checkpoint of these; lora, resume-lora: an adapter, delivered merged; lora-adapter: alone
+    resume-plain: from a checkpoint of these; lora, resume-lora: an adapter, delivered merged; lora-adapter: alone;
+    dropout: what an adapter's dropout leaves of the same samples on every rank
 """
 
 import json
@@ -99,6 +100,24 @@ def forward(root: Path, rank: int, num_ranks: int) -> None:
     torch.save((before, between, after), root / f"log-probs-{num_ranks}-{rank}.pt")
 
 
+def drop_inputs(root: Path, rank: int) -> None:
+    """All ranks have the same rows, and save the log-probabilities that the loss gets."""
+    lora = LoraConfig(rank=3, dropout=0.5)
+    engine = FsdpEngine(
+        root / "model", actor=ActorConfig(lr=1e-2), temperature=1.0, device=torch.device("cpu"), seed=0, lora=lora
+    )
+    seen: list[Tensor] = []
+
+    def keep(log_probs: Tensor, entropy: Tensor) -> Tensor:
+        seen.append(log_probs.detach())
+        return square_loss(log_probs, entropy)
+
+    for _ in range(2):  # the first update leaves a B that is not 0
+        engine.forward_backward(make_sequences([0, 1, 2, 3, 4, 5]), keep)
+        engine.step(1 / 16)
+    torch.save(seen, root / f"dropout-{rank}.pt")
+
+
 def make_engine(root: Path, actor: ActorConfig, mode: str = "") -> FsdpEngine:
     # A rank that does not divide by two.
     lora = LoraConfig(rank=3, alpha=6) if "lora" in mode else None
@@ -116,6 +135,8 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     if mode == "forward":
         forward(root, rank, num_ranks)
+    elif mode == "dropout":
+        drop_inputs(root, rank)
     else:
         run(root, mode, rank, num_ranks)
     dist.barrier()

@@ -182,3 +182,10 @@ def test_ranks_together_write_the_export_of_an_adapter(adapted: Path, name: str)
     files = sorted(str(path.relative_to(whole)) for path in whole.rglob("*.*"))
     assert "adapter/adapter_config.json" in files and "model.safetensors" in files
     assert all((shared / file).read_bytes() == (whole / file).read_bytes() for file in files)
+
+
+def test_every_rank_drops_inputs_of_its_own(root: Path) -> None:
+    run_ranks(root, "dropout", 2)
+    (first, one), (same, other) = (torch.load(root / f"dropout-{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(first, same)  # B is 0 yet
+    assert (one - other).abs().max() > 1e-3

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -43,7 +42,7 @@ from asyncflow.checkpoint_files import (
     describe,
     files_below,
 )
-from asyncflow.device import rng_states, set_rng_states
+from asyncflow.device import rng_states, seed_rank, set_rng_states
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from asyncflow.json_lines import DISK_FULL, sync
 from asyncflow.timeline import NoTimeline, Spans
@@ -396,7 +395,7 @@ class Checkpointer:
         if rng:
             set_rng_states(rng, self._device)
         else:
-            torch.manual_seed(int(np.random.SeedSequence([seed, meta.step, dist.get_rank()]).generate_state(1)[0]))
+            seed_rank(seed, meta.step, dist.get_rank())
         if self._export is not None and not meta.has_export:
             self._step = meta.step
             self._start_thread(partial(self._write_export, source, meta.step))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from asyncflow.device import seed_rank
 from weightsync.plan import Need
 from weightsync.sender import Shard
 from workers.checkpoint.saved_shards import WHOLE, ExportShare
@@ -97,7 +98,7 @@ class ShardedModel(OffloadedState):
         seed: int,
         lora: LoraConfig | None = None,
     ) -> None:
-        torch.manual_seed(seed)
+        seed_rank(seed, 0, dist.get_rank())  # ranks have other samples, and drop other inputs of them
         self._model_dir = model_dir
         self._training = training
         self._device = device
