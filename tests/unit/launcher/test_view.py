@@ -430,7 +430,7 @@ def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
     assert EVIL in [row["response"] for row in data["samples"]["rows"]]
     assert len(data["samples"]["rows"]) == 7, "each once, whether new, best or worst"
     assert "max_staleness" in data["settings"]["text"][0]
-    assert data["account"]["why"] == "no spans yet"
+    assert "no spans yet" in data["account"]["why"]
     # Nothing from elsewhere, and the policy allows exactly these scripts and styles.
     assert not [own for _, own, _ in tags if own.keys() & {"src", "href", "style", "onclick"}]
     policy = next(own["content"] for tag, own, _ in tags if tag == "meta" and "http-equiv" in own)
