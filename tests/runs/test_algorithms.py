@@ -32,9 +32,9 @@ def test_kept_masks_reach_every_model_that_gives_log_probabilities(tmp_path: Pat
 
 
 def test_dppos_likeliest_tokens_bound_updates_of_one_rank_and_of_two_alike(tmp_path: Path) -> None:
-    """In the second update the policy has moved; the first step's responses are the same."""
+    """In the second update, of the same responses, the policy has moved."""
     own = ("algorithm.name=dppo", "algorithm.divergence_top_k=5", "algorithm.max_divergence=0.02", "deterministic=true",
-           "schedule.mode=sync", "actor.num_mini_batches=4", "actor.lr=0.003")  # fmt: skip
+           "schedule.mode=sync", "actor.ppo_epochs=2", "actor.lr=0.003")  # fmt: skip
     settings = [argument for setting in own for argument in ("--set", setting)]
     found = []
     for ranks in (1, 2):
