@@ -13,6 +13,7 @@ must exceed the longest sample by one. Ends with the run; one that leaves or is 
 import json
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ import asyncflow
 from asyncflow.errors import AsyncFlowError
 
 TIMEOUT_S = 600
-AT_A_TIME = 32  # requests
+AT_A_TIME = 16  # requests
+PAUSES_S = (0.5, 2.0, 8.0, 30.0)  # before a request is sent again that failed in a way that may pass
 
 
 def check_run(config: dict[str, dict[str, object]], model: str) -> None:
@@ -42,6 +44,18 @@ def check_run(config: dict[str, dict[str, object]], model: str) -> None:
 
 
 def score(url: str, model: str, tokens: Tensor) -> list[float]:
+    """Like `score_once`; tried again if the server is away, busy or restarting."""
+    for pause_s in PAUSES_S:
+        try:
+            return score_once(url, model, tokens)
+        except OSError as error:
+            if 400 <= getattr(error, "code", 500) < 500:  # a refusal, which is final
+                raise
+            time.sleep(pause_s)
+    return score_once(url, model, tokens)
+
+
+def score_once(url: str, model: str, tokens: Tensor) -> list[float]:
     """Return a number for each token of a sample, given those before it; the first one's means nothing."""
     body = {"model": model, "prompt": tokens.tolist(), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
