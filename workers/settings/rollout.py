@@ -115,7 +115,7 @@ class RolloutConfig(SamplingConfig):
     """Strings that end a response, if there is one response to each prompt. The token that completes a string is the
     last one; it is trained and scored, and the response counts as complete. Also in evaluations. Special tokens match
     by their text."""
-    samples_per_step: int = Field(8, ge=0)
+    samples_per_step: int = Field(4, ge=0)
     """Prompts per step that are written to `samples/` with their responses."""
     function: Annotated[str, AfterValidator(FUNCTIONS.resolve_name)] | None = None
     """A rollout of your own, with any number of turns and samples: an `async def` as `module:function`, an environment
