@@ -19,7 +19,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.gate
 @pytest.mark.timeout(900)
 def test_every_role_does_its_part_in_a_run_of_ppo(tmp_path: Path) -> None:
     arguments = ("quickstart-ppo-cpu", "--run-dir", "run", "--steps", "4", "--roles", ROLES, *SMALL)
