@@ -10,7 +10,8 @@
 #
 # *Passing the turn is the acknowledgement.* A device copy is written only while the trainer has the turn, and read only
 # while the generators have it. A reader opens a copy for a single load, and has closed it when the load returns, so
-# before it can give the turn away. Whoever dies, on either side, leaves nobody waiting, and no memory in use.
+# before it can give the turn away. If a process dies, on either side, nothing waits for it, and none of its memory
+# stays in use.
 #
 # This is not taken on trust: each bucket ends with its index, its version and its checksum, as in a broadcast, and the
 # reading device compares them before a byte goes to the engine. A bucket that holds another version by now, is damaged,

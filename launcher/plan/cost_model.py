@@ -181,6 +181,13 @@ class _Shared:
         return self.ranks * (1 - self.bubble)
 
 
+def devices_of(config: RunConfig) -> int:
+    """Return the number of devices that the roles of a configuration occupy."""
+    # Guests have the actor's devices.
+    taking = {*roles_on_device(reward_model=config.reward.model is not None)} - {*config.guests}
+    return sum(number for role, number in config.roles.items() if role in taking)
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Durations of one configuration on one kind of device."""
@@ -293,9 +300,7 @@ class CostModel:
         """The time until the agents of all nodes have a version (s)."""
         # Each node fetches it once, over TCP. Nodes without a trainer share what the trainers' nodes can send: all of
         # them ask for the same buckets at the same time, so they have little to give to each other.
-        config = self.config
-        taking = {*roles_on_device(reward_model=config.reward.model is not None)} - {*config.guests}
-        devices = sum(n for role, n in config.roles.items() if role in taking)
+        devices = devices_of(self.config)
         if self._is_inside(devices):
             return 0.0
         a_node = self.device.devices_per_node

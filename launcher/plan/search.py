@@ -21,7 +21,7 @@ from asyncflow.settings import SettingsT
 from launcher.checks.models import device_memory
 from launcher.checks.placement import Devices, place_gangs
 from launcher.config.rules import AT_START, check_batch_sizes, check_rules
-from launcher.plan.cost_model import CostModel, Device, Workload
+from launcher.plan.cost_model import CostModel, Device, Workload, devices_of
 from launcher.plan.scenario import (
     Latency,
     Scenario,
@@ -34,7 +34,7 @@ from launcher.plan.scenario import (
 )
 from launcher.plan.world import Simulated, simulate
 from workers.engines.device_memory import ModelSizes
-from workers.settings.dataflow import place_tasks, roles_on_device
+from workers.settings.dataflow import place_tasks
 from workers.settings.engines import ActorConfig
 from workers.settings.run import COLOCATED, RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
@@ -322,13 +322,6 @@ def _critics(config: RunConfig, actor: int) -> Sequence[int]:
 
 def _divisors(groups: int) -> list[int]:
     return [number for number in range(1, groups + 1) if groups % number == 0]
-
-
-def devices_of(config: RunConfig) -> int:
-    """Return the number of devices that the roles of a configuration occupy."""
-    # Guests have the actor's devices.
-    taking = {*roles_on_device(reward_model=config.reward.model is not None)} - {*config.guests}
-    return sum(number for role, number in config.roles.items() if role in taking)
 
 
 # Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.

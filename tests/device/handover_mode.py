@@ -19,6 +19,7 @@ from asyncflow.device import connect_group, open_device, wait_for_device
 from asyncflow.job import Job
 from asyncflow.timeline import NoTimeline
 from asyncflow.transport.meeting import Credentials
+from tests.device.processes import answer_calls
 from weightsync.agent.agent_service import WeightAgent
 from weightsync.config import WeightSyncConfig
 from weightsync.plan import Box, Need, plan_transfer
@@ -225,12 +226,7 @@ def _generate_on_ranks(
 def engine_rank(pipe: Pipe, following: Following, rank: int, name: str, directory: Path) -> None:
     """Be a rank of the engine."""
     torch.set_num_threads(1)
-    party = Rank(following, rank, open_device(name), directory)
-    pipe.send("ready")
-    verb = ""
-    while verb != "end":
-        verb, *arguments = pipe.recv()
-        pipe.send(getattr(party, verb)(*arguments))
+    answer_calls(pipe, Rank(following, rank, open_device(name), directory))
 
 
 class Rank:

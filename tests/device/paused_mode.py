@@ -22,6 +22,7 @@ from asyncflow.clock import HostClock
 from asyncflow.device import connect_group, open_device
 from asyncflow.job import Job
 from asyncflow.transport.meeting import Credentials
+from tests.device.processes import answer_calls
 from weightsync.agent.agent_service import WeightAgent
 from weightsync.broadcast_group import Broadcaster, BroadcastMember
 from weightsync.config import WeightSyncConfig
@@ -171,13 +172,7 @@ def _use(device: torch.device, files: dist.Store, directory: Path) -> dict[str, 
 def engine_rank(pipe: Pipe, following: Following, rank: int, name: str, directory: Path) -> None:
     """Be a rank of the engine."""
     torch.set_num_threads(1)
-    device = open_device(name)
-    party = Rank(following, rank, device, directory)
-    pipe.send("ready")
-    verb = ""
-    while verb != "end":
-        verb, *arguments = pipe.recv()
-        pipe.send(getattr(party, verb)(*arguments))
+    answer_calls(pipe, Rank(following, rank, open_device(name), directory))
 
 
 class Rank:

@@ -1,9 +1,11 @@
-"""Runs `ranks.py` on `late`: the tests' fixtures and `benchmarks/devices` do."""
+"""Runs `ranks.py` on `late`: the tests' fixtures and `benchmarks/devices` do. Also what a process that a rank starts
+answers to it."""
 
 import json
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,15 @@ def environment(library: Path) -> dict[str, str]:
     """Return what a process needs that uses the device."""
     paths = [str(DEVICE), *(path for path in sys.path if path)]
     return {"LATE_DEVICE_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def answer_calls(pipe: Pipe, party: object) -> None:
+    """Call the methods of `party` that the other end of a pipe names, and send what they return, until `end`."""
+    pipe.send("ready")
+    verb = ""
+    while verb != "end":
+        verb, *arguments = pipe.recv()
+        pipe.send(getattr(party, verb)(*arguments))
 
 
 def run_ranks(

@@ -71,7 +71,7 @@ def test_a_reward_that_failed_leaves_its_tokens_the_teachers() -> None:
         }
     )
     counts = Distill(DistillConfig(), max_response_tokens=4, mask_truncated=False).counts(rows)
-    # The second row drew nothing, so nobody judges it.
+    # The second row drew nothing, so there is nothing to judge.
     assert (counts.tokens, counts.sequences, counts.responses) == (6, 3, 3)
 
 

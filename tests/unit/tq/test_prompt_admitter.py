@@ -82,6 +82,13 @@ class Saved:
                 yield SnapshotChunk(group.step, len(group.rows), [row], [group.group], {}, {"rollout": [0]})
 
 
+def new_admitter(
+    state: AdmissionState, client: FakeClient, *, threads: ServiceThreads | None = None, **options: Any
+) -> PromptAdmitter:
+    threads = threads or ServiceThreads("controller-0")
+    return PromptAdmitter(state, client, Prompts(), num_units=1, save=lambda mark: None, threads=threads, **options)
+
+
 def run_state(
     state: AdmissionState,
     known: Mapping[int, Collection[int]] | None,
@@ -93,15 +100,7 @@ def run_state(
 ) -> FakeClient:
     client = FakeClient(last_step, exist)
     threads = ServiceThreads("controller-0")
-    admitter = PromptAdmitter(
-        state,
-        client,
-        Prompts(),
-        num_units=1,
-        save=lambda mark: None,
-        threads=threads,
-        saved=saved,  # type: ignore[arg-type]
-    )
+    admitter = new_admitter(state, client, threads=threads, saved=saved)
     for event in events:
         admitter.add_event(event)
     admitter.start(known)
@@ -161,14 +160,8 @@ def test_rows_that_are_put_again_are_prompts() -> None:
 
 
 def fed_admitter(state: AdmissionState, client: FakeClient, ended: list[tuple[int, ...]]) -> PromptAdmitter:
-    return PromptAdmitter(
-        state,
-        client,
-        Prompts(),
-        num_units=1,
-        save=lambda mark: None,
-        threads=ServiceThreads("controller-0"),
-        feed_ended=lambda last_step, num_left: ended.append((last_step, num_left, state.version)),
+    return new_admitter(
+        state, client, feed_ended=lambda last_step, num_left: ended.append((last_step, num_left, state.version))
     )
 
 
@@ -232,15 +225,7 @@ class Pauses:
         self.said: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
 
     def admit(self, state: AdmissionState, client: FakeClient) -> PromptAdmitter:
-        return PromptAdmitter(
-            state,
-            client,
-            Prompts(),
-            num_units=1,
-            save=lambda mark: None,
-            threads=ServiceThreads("controller-0"),
-            pause=Pause(lambda: self.asked, self.said.put),
-        )
+        return new_admitter(state, client, pause=Pause(lambda: self.asked, self.said.put))
 
     def change(self, admitter: PromptAdmitter, *, asked: bool) -> None:
         self.asked = asked
