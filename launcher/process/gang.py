@@ -197,7 +197,6 @@ class GangAgent(SimpleElasticAgent):
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0",
                 "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             }
             self._processes[rank] = self._server.start_worker([str(spec.entrypoint), *spec.args], variables)
@@ -283,10 +282,6 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         return "asyncflow"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, self._endpoint)

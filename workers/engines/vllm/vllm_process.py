@@ -187,6 +187,8 @@ def process_variables(
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
+        # Under torchrun's agent vLLM's first rank would look for a store, which nobody serves, instead of serving it.
+        "TORCHELASTIC_USE_AGENT_STORE": None,
         # Ranks that share the model are on this host. NCCL reads its variable only once.
         **{name: interfaces.get(name, LOOPBACK_INTERFACE) for name in (GLOO_INTERFACE, NCCL_INTERFACE)},
         **visible_alone(device, number=config.tensor_parallel_size),
