@@ -1,6 +1,6 @@
 """Adapters beside whole weights: what training and delivery cost, and whether all of them compute the same.
 
-    python benchmarks/lora [--json [FILE]] [--only PART ...] [--rounds N] [--layers N]
+    python benchmarks/lora [--json [FILE]] [--only PART ...] [--rounds N] [--layers N] [--model DIR] [--seeds N]
 
     lora_state_vs_full      bytes of weights, gradients and optimizer, counted / those of training all weights in
                             float32; lora_state_vs_full_bfloat16: the base in bfloat16 (`actor.autocast`)
@@ -31,11 +31,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=30, help="of SmolLM2's 30, where something is timed")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="of `learning`: SmolLM2-135M")
+    parser.add_argument("--seeds", type=int, default=3, help="of `learning`")
     given = parser.parse_args()
+    sizes = {"rounds": given.rounds, "layers": given.layers, "model": given.model, "seeds": given.seeds}
     figures: dict[str, float] = {}
     for part in given.only:
         print(part, file=sys.stderr, flush=True)
-        figures |= import_module(f"benchmarks.lora.part_{part}").run(rounds=given.rounds, layers=given.layers)
+        figures |= import_module(f"benchmarks.lora.part_{part}").run(**sizes)
     report(given.json, figures, "\n".join(f"{name:32} {value:.4g}" for name, value in figures.items()))
 
 

@@ -178,8 +178,15 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
 
 
 def _check_adapters(config: RunConfig, devices: Devices) -> None:
-    over_ranks = config.vllm.tensor_parallel_size > 1 and any(map(config.is_vllm, config.roles))
-    if config.sends_adapter and over_ranks and not vendor_of(devices.kind).has_adapters_over_ranks:
+    if not (config.sends_adapter and any(map(config.is_vllm, config.roles))):
+        return
+    if devices.kind != "cpu" and (config.vllm.dtype or config.model.dtype) == "float32":
+        raise ConfigError(
+            f"weightsync.lora: adapter cannot be used with vLLM in float32 on {devices.kind}, where its kernels for "
+            f"adapters take bfloat16 and float16 only; set model.dtype or vllm.dtype to bfloat16, or weightsync.lora to "
+            f"merged"
+        )
+    if config.vllm.tensor_parallel_size > 1 and not vendor_of(devices.kind).has_adapters_over_ranks:
         raise ConfigError(
             f"weightsync.lora: adapter cannot be used with vllm.tensor_parallel_size "
             f"{config.vllm.tensor_parallel_size} on {devices.kind}, where vLLM instances of several ranks are known to "

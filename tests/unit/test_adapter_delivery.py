@@ -133,11 +133,22 @@ def test_adapters_that_cannot_be_delivered_are_refused_and_merged_weights_are_no
 
 
 def test_adapters_for_vllm_over_ranks_are_refused_on_ascend_only() -> None:
-    run = configured("rollout.engine=vllm", "vllm.tensor_parallel_size=2")
+    run = configured("rollout.engine=vllm", "vllm.tensor_parallel_size=2", "vllm.dtype=bfloat16")
     _check_adapters(run, Devices("cuda", 8))
     with pytest.raises(ConfigError, match="vllm.tensor_parallel_size 2 on npu.* crash .*weightsync.lora to merged"):
         _check_adapters(run, Devices("npu", 8))
     _check_adapters(configured("rollout.engine=vllm", "weightsync.lora=merged"), Devices("npu", 8))
+
+
+def test_adapters_for_vllm_in_float32_are_refused_on_accelerators_only() -> None:
+    run = configured("rollout.engine=vllm")
+    _check_adapters(run, Devices("cpu", 1))
+    for kind in ("cuda", "npu"):
+        with pytest.raises(ConfigError, match=f"float32 on {kind}.*bfloat16.*weightsync.lora to merged"):
+            _check_adapters(run, Devices(kind, 8))
+        _check_adapters(configured("rollout.engine=vllm", "model.dtype=bfloat16"), Devices(kind, 8))
+        _check_adapters(configured("rollout.engine=vllm", "weightsync.lora=merged"), Devices(kind, 8))
+        _check_adapters(configured("rollout.engine=hf"), Devices(kind, 8))
 
 
 def test_exports_of_adapters_are_directories_in_pefts_form(

@@ -1,6 +1,7 @@
 """Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
 import json
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -26,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
 
 from asyncflow.device import wait_for_device
+from asyncflow.log_format import TEXT
 from asyncflow.process import die_with_parent, keep_freed_memory
 from weightsync.checksums import box_checksum
 from weightsync.plan import Box, TensorSpec, TransferPlan
@@ -60,6 +62,7 @@ class AsyncFlowWorker:
 
     def follow_weights(self, following: dict[str, Any]) -> None:
         """Receive weights from now on."""
+        logging.basicConfig(level=logging.INFO, format=TEXT)  # vLLM configures its own loggers alone
         self.weight_transfer_engine.follow(msgspec.convert(following, Following))
 
     def hold_weights(self, version: tuple[int, int]) -> bool:
