@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncflow.errors import one_line
+from asyncflow.errors import ConfigError, one_line
 from asyncflow.process import STOP_SIGNALS, die_with_parent, variables_set
 from asyncflow.vendors import vendors
 from launcher.process import worker_entry
@@ -257,5 +257,7 @@ def _import(name: str) -> None:
     # A failure is left to the worker that needs the module: it then fails with its own log.
     try:
         importlib.import_module(name)
+    except ConfigError:  # the library of an extra is not installed
+        return
     except Exception:  # noqa: BLE001 (third-party code; an optional library must not kill the fork server)
         sys.stderr.write(f"preload: {name} cannot be imported\n{traceback.format_exc()}")

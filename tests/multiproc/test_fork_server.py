@@ -80,3 +80,11 @@ def test_workers_are_spawned_where_a_library_starts_a_thread_when_it_is_imported
     )
     assert ended == "0 True"
     assert (tmp_path / "told").read_text() == f"False False False {tmp_path / 'log'}.worker"
+
+
+def test_an_extra_that_is_not_installed_leaves_no_stack_in_the_log(tmp_path: Path) -> None:
+    missing = "raise ModuleNotFoundError('no', name='gymnasium')"
+    done = preload(tmp_path, gymnasium=missing, reasoning_gym=missing)
+    assert done.stdout == "0 True\n", done.stderr
+    written = done.stderr + (tmp_path / "log").read_text()
+    assert "Traceback" not in written, written
