@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from asyncflow.errors import ConfigError, size_text
 from asyncflow.extras import is_installed, pip_line
@@ -140,6 +141,7 @@ def _check_lora(config: RunConfig) -> int:
     if config.lora is None:
         return count_parameters(Path(config.model.path))
     shapes = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
+    _refuse_tied(config.lora.modules_to_save, read_model_config(Path(config.model.path)))
     trained, targets = trained_parameters(shapes, config.lora), adapter_targets(shapes, config.lora)
     if config.actor.engine == "megatron":
         model = DenseModel.from_config(read_model_config(Path(config.model.path)))
@@ -147,6 +149,19 @@ def _check_lora(config: RunConfig) -> int:
     if config.lora.path is not None:
         check_adapter(Path(config.lora.path), config.lora, targets)
     return trained
+
+
+_TIED = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")
+"""Last names of modules, in transformers' models, that `tie_word_embeddings` makes one."""
+
+
+def _refuse_tied(modules: Collection[str], model: Mapping[str, Any]) -> None:
+    tied = [module for module in modules if module.rpartition(".")[2] in _TIED]
+    if tied and model.get("tie_word_embeddings"):
+        raise ConfigError(
+            f"lora.modules_to_save: {tied[0]} is tied (tie_word_embeddings), so that embeddings and head would both be "
+            f"trained; leave the module out"
+        )
 
 
 def check_positions(config: RunConfig) -> None:

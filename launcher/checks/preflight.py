@@ -183,8 +183,8 @@ def _check_adapters(config: RunConfig, devices: Devices) -> None:
     if devices.kind != "cpu" and (config.vllm.dtype or config.model.dtype) == "float32":
         raise ConfigError(
             f"weightsync.lora: adapter cannot be used with vLLM in float32 on {devices.kind}, where its kernels for "
-            f"adapters take bfloat16 and float16 only; set model.dtype or vllm.dtype to bfloat16, or weightsync.lora to "
-            f"merged"
+            f"adapters take bfloat16 and float16 only; set model.dtype or vllm.dtype to bfloat16, or weightsync.lora "
+            f"to merged"
         )
     if config.vllm.tensor_parallel_size > 1 and not vendor_of(devices.kind).has_adapters_over_ranks:
         raise ConfigError(

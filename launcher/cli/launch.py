@@ -113,6 +113,10 @@ def _source(words: Sequence[str], overrides: tuple[str, ...], *, resumes: bool) 
         raise ConfigError(f"Got unexpected extra argument ({rest[1]}); see asyncflow-launch --help")
     if not supervised:
         return (rest[0] if rest else None), overrides
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "algorithm.name" and value != "sft":
+            raise ConfigError(f"algorithm.name: {value}, but the word sft sets it to sft; remove one of them")
     default = None if resumes else _SFT_QUICKSTART
     return (rest[0] if rest else default), ("algorithm.name=sft", *overrides)
 

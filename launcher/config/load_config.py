@@ -669,6 +669,10 @@ def _located(section: Any, name: str, source: Path, options: Mapping[str, str], 
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
     if used or given:
         path = _absolute(section.path, f"{name}.path", source, given=given)
+        parts = {f"{name}.{part}" for part in HubPart.model_fields} if isinstance(section, HubPart) else set()
+        if f"{name}.path" in options and not parts & options.keys() and path is not None and path.is_file():
+            # A file instead of the Hub's data: their parts are not of it.
+            section = section.model_copy(update=dict.fromkeys(HubPart.model_fields))
     else:
         path = _existing(_places(section.path, f"{name}.path", source, given=given))
     if used:

@@ -42,6 +42,7 @@ from launcher.run.rundir import (
 )
 from workers.calls.user_function import search_beside
 from workers.data.model_files import check_model_dir
+from workers.engines.lora import CONFIG_FILE as ADAPTER_CONFIG
 from workers.settings.run import RunConfig
 
 ROLE = "evaluate"
@@ -92,6 +93,12 @@ def accept_evaluation(
         config: a YAML file or a packaged recipe, whose `evaluate` says on what; None: the run's own.
         ranks: of the role `evaluate`, which share the prompts.
     """
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key == "lora" or key.startswith("lora."):
+            raise ConfigError(f"{key}: evaluations take whole weights; name the merged model as MODEL, and remove this")
+        if key == "model.path":
+            raise ConfigError(f"{key}: MODEL says which, {model}; remove this")
     found, run = _find_model(model)
     if config is None and run is None:
         raise ConfigError(f"CONFIG: is missing, and {model} is not a run that has one; name a YAML file or a recipe")
@@ -127,6 +134,11 @@ def _find_model(model: str) -> tuple[str, Path | None]:
     path = Path(model).expanduser()
     if not path.is_dir():
         return model, None  # a name on the Hub, or a mistake that loading the configuration names
+    if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"MODEL: {path} is an adapter, and evaluations take whole weights; name the merged model: hf/ in the "
+            f"checkpoint that it is of, or what peft's merge_and_unload gives"
+        )
     if not is_checkpoint(path):
         if not (path / CONFIG_FILE).is_file():
             return str(path.resolve()), None

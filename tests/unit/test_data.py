@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from asyncflow.errors import ConfigError
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
 from workers.settings.data import DataConfig
+from workers.settings.run import EvaluateConfig
 
 
 def write(folder: Path, content: str | bytes) -> Path:
@@ -92,6 +93,8 @@ def test_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
 def test_contradicting_templates_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"it lacks \{prompt\}, where the prompt goes; put it in"):
         DataConfig(path="rows.jsonl", prompt_template="Solve")
+    with pytest.raises(ValidationError, match=r"sets.sums.prompt_template\n.*it lacks \{prompt\}"):
+        EvaluateConfig.model_validate({"sets": {"sums": {"path": "rows.jsonl", "prompt_template": "1+1="}}})
     with pytest.raises(ValidationError, match=r"system_prompt\n.*data.chat_template is false"):
         DataConfig(path="rows.jsonl", system_prompt="Be brief.")
 

@@ -183,6 +183,12 @@ def test_tools_that_are_torn_json_are_refused(model_dir: Path) -> None:
         trained(model_dir, {"messages": CONVERSATION, "tools": '[{"type"'}, PLAIN, completion_field="messages")
 
 
+@pytest.mark.parametrize("tools", ['{"type": "function"}', "{nope", {"type": "function"}])
+def test_tools_that_are_no_list_are_refused(model_dir: Path, tools: object) -> None:
+    with pytest.raises(ConfigError, match="rows.jsonl:1: 'tools' is not a JSON list|'tools' is {.*}, and not a list"):
+        trained(model_dir, {"messages": CONVERSATION, "tools": tools}, PLAIN, completion_field="messages")
+
+
 @pytest.mark.parametrize(
     ("row", "template", "complaint"),
     [

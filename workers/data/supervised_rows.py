@@ -206,12 +206,14 @@ class SupervisedTokens:
 
     def _options(self, row: PromptRow) -> dict[str, Any]:
         tools = row.fields.get(_TOOLS)
-        if isinstance(tools, str) and tools.lstrip().startswith("["):  # TRL takes them as JSON, too
+        if isinstance(tools, str) and tools:  # TRL takes them as JSON, too
             try:
                 tools = msgspec.json.decode(tools)
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{self._place(row)}: {_TOOLS!r} is not a JSON list: {error}; correct it") from error
-        return {"tools": tools} if isinstance(tools, list) and tools else {}
+        if tools and not isinstance(tools, list):
+            raise ConfigError(f"{self._place(row)}: {_TOOLS!r} is {tools!r}, and not a list; correct it")
+        return {"tools": tools} if tools else {}
 
     def _place(self, row: PromptRow) -> str:
         return row.describe_place(self._config)

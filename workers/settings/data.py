@@ -53,6 +53,13 @@ class TemplateSettings(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}  # `data.chat_template_options`
 
 
+def checked_template(template: str) -> str:
+    """Return the text around a prompt. Raises ValueError if it has no place for the prompt."""
+    if PLACEHOLDER not in template:
+        raise ValueError(f"it lacks {PLACEHOLDER}, where the prompt goes; put it in")
+    return template
+
+
 class HubPart(Settings):
     """Which part to use of a data set on the Hub, or of a directory of data files; not for a single file."""
 
@@ -167,9 +174,7 @@ class DataConfig(HubPart):
     @field_validator("prompt_template")
     @classmethod
     def _has_a_place_for_the_prompt(cls, template: str) -> str:
-        if PLACEHOLDER not in template:
-            raise ValueError(f"it lacks {PLACEHOLDER}, where the prompt goes; put it in")
-        return template
+        return checked_template(template)
 
     @field_validator("chat_template_options")
     @classmethod

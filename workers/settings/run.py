@@ -20,7 +20,7 @@ from tq.config import QueueConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
 from workers.settings.algorithms import AlgorithmConfig, GRPOConfig
-from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart
+from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart, checked_template
 from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TeacherConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
@@ -94,6 +94,11 @@ class HeldOutSet(HubPart):
     """Keep the k most likely tokens. No effect on a greedy response."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Longest response (tokens)."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_a_place_for_the_prompt(cls, template: str | None) -> str | None:
+        return template if template is None else checked_template(template)
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import _check_data, check_run
 from launcher.checks.start_notes import settings_without_effect
+from launcher.cli.launch import launch
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.dry_run import describe
@@ -149,6 +151,12 @@ def test_samples_of_a_part_of_the_distribution_are_noted() -> None:
     for text in ("rollout.top_p 0.9 draws from a part of the distribution", "rollout.top_k 20 draws from a part"):
         assert sum(note.startswith(text) for note in notes) == 1
     assert not [note for note in check_run(configured("rollout.temperature=0.7")).notes if "draws from a part" in note]
+
+
+def test_sft_in_front_of_the_recipe_and_another_algorithm_contradict_each_other() -> None:
+    done = CliRunner().invoke(launch, ["sft", "quickstart", "--set", "algorithm.name=grpo", "--dry-run"])
+    assert done.exit_code == 2
+    assert "algorithm.name: grpo, but the word sft sets it to sft; remove one of them" in done.output
 
 
 def test_rows_of_sft_may_be_fed_later() -> None:

@@ -48,14 +48,23 @@ def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path
         ("nowhere", "quickstart", "model.path: 'nowhere' does not exist"),
         (str(MODEL), None, "CONFIG: is missing, and .* is not a run that has one"),
         (str(MODEL), "quickstart-ppo-cpu.yaml", "CONFIG|evaluate"),
+        ("adapter", "quickstart", "^MODEL: adapter is an adapter, .*; name the merged model: hf/"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
     model: str, config: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("adapter").mkdir()
+    Path("adapter", "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=complaint):
         accept_evaluation(model, config, overrides=["evaluate.path=null"], ranks=1, run_dir=None)
+
+
+@pytest.mark.parametrize("override", ["lora.path=somewhere", "lora={rank: 4}", "model.path=somewhere"])
+def test_settings_that_name_other_weights_than_the_model_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}: .*remove this"):
+        accept_evaluation(str(MODEL), "quickstart", overrides=[override], ranks=1, run_dir=None)
 
 
 def test_a_run_without_an_export_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

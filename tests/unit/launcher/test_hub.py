@@ -100,6 +100,13 @@ def test_part_of_a_file_is_refused(write_config: WriteConfig) -> None:
     assert message.endswith("is a file, without subset, split and revision; remove these settings")
 
 
+def test_file_that_is_given_instead_of_a_data_set_has_none_of_its_parts(
+    write_config: WriteConfig, data_file: Path
+) -> None:
+    config = load_config(write_config(data={"path": "own/sums", "split": "test"}), overrides=[f"data.path={data_file}"])
+    assert (config.data.path, config.data.split) == (str(data_file), None)
+
+
 def test_directories_become_files_of_rows(
     tmp_path: Path, write_config: WriteConfig, data_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

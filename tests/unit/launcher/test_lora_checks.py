@@ -1,11 +1,14 @@
 """Runs with an adapter: what is refused before a start, and what memory, planner and estimates count."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import write_model
 from planned import QWEN_7B, cost_model, qwen_run
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from asyncflow.errors import ConfigError
 from launcher.checks.models import check_models
@@ -69,6 +72,19 @@ def test_what_excludes_an_adapter_is_refused(settings: tuple[str, ...], message:
     config = configure(*(one.format(model=model) if "{model}" in one else one for one in settings), roles=roles)
     with pytest.raises(ConfigError, match=message):
         check_rules(config, AT_START)
+
+
+def test_tied_modules_are_not_trained_whole(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(load_config(find_recipe("quickstart")).model.path, tmp_path / "model"))
+    settings = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(settings))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    for module in ("embed_tokens", "lm_head"):
+        own = ("lora.rank=4", f"lora.modules_to_save=[{module}]", f"model.path={model}", "weightsync.lora=merged")
+        with pytest.raises(ConfigError, match=f"^lora.modules_to_save: {module} is tied .*; leave the module out"):
+            check_models(load_config(find_recipe("quickstart"), overrides=own), has_ipc=False)
 
 
 def test_engines_of_users_train_no_adapters() -> None:
