@@ -80,11 +80,31 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
         ]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     torch.save(shards, root / f"shards-{mode}-{num_ranks}-{rank}.pt")
+    if mode == "lora":
+        (root / f"all-a-{num_ranks}-{rank}.json").write_text(json.dumps(all_a_bytes(engine)))
+        woken = {(shard.name, shard.box.offset): shard.values for shard in engine.shards()}
+        assert all(values.equal(woken[name, offset]) for name, _, offset, _, values in shards)
     saved = root / f"saved-{mode}-{num_ranks}"
     dcp.save(engine.state_dict(), checkpoint_id=saved)
     if rank == 0:
         engine.export_hf(root / f"export-{mode}-{num_ranks}", saved)
     assert engine.export_share(root / f"shared-{mode}-{num_ranks}", saved, ExportShare(rank, num_ranks))
+
+
+def all_a_bytes(engine: FsdpEngine) -> list[int]:
+    """Return the bytes of the whole A that merging needs, beside the model: awake, and asleep; it is awake again."""
+    assert engine._adapter is not None
+    of_model = {parameter.untyped_storage()._cdata for parameter in engine._model.parameters()}
+
+    def count() -> int:
+        kept = [value.untyped_storage() for value in engine._adapter.gathered]
+        return sum(storage.nbytes() for storage in kept if storage._cdata not in of_model)
+
+    awake = count()
+    engine.sleep()
+    asleep = count()
+    engine.wake()
+    return [awake, asleep]
 
 
 def forward(root: Path, rank: int, num_ranks: int) -> None:
