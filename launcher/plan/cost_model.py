@@ -325,17 +325,15 @@ class CostModel:
 
     def decode_s(self, responses: int, tensor: int) -> float:
         """Return the duration of a decode step, which adds one token to each of `responses` (s)."""
-        model, device, number = self.model, self.device, self._rollout_number
+        model, device, number, drawing = self.model, self.device, self._rollout_number, self._drawing_parameters
         reduce_s = self.reduced_s(responses, tensor)
         if self.profile is not None:
             alone_s = self.profile.decode_s(responses, self._context)
             whole_s = min(device.step_overhead_s, alone_s)  # overhead that each rank pays in full
             return whole_s + (alone_s - whole_s) / tensor + reduce_s
-        read = number * self._drawing_parameters + responses * self._context * model.cache_bytes(number, tensor) * tensor
+        read = number * drawing + responses * self._context * model.cache_bytes(number, tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
-        compute_s = (
-            2 * self._drawing_parameters * responses / tensor / (self._peak_flops(number) * device.achievable.forward)
-        )
+        compute_s = 2 * drawing * responses / tensor / (self._peak_flops(number) * device.achievable.forward)
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
 
     def reduced_s(self, responses: int, tensor: int) -> float:

@@ -92,19 +92,14 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
 
 
 def all_a_bytes(engine: FsdpEngine) -> list[int]:
-    """Return the bytes of the whole A that merging needs, beside the model: awake, and asleep; it is awake again."""
+    """Return the bytes of every whole A that merging needs beside the model, and those left asleep; it is awake again."""
     assert engine._adapter is not None
     of_model = {parameter.untyped_storage()._cdata for parameter in engine._model.parameters()}
-
-    def count() -> int:
-        kept = [value.untyped_storage() for value in engine._adapter.gathered]
-        return sum(storage.nbytes() for storage in kept if storage._cdata not in of_model)
-
-    awake = count()
+    kept = [value for value in engine._adapter.gathered if value.untyped_storage()._cdata not in of_model]
     engine.sleep()
-    asleep = count()
+    asleep = sum(value.untyped_storage().nbytes() for value in kept)
     engine.wake()
-    return [awake, asleep]
+    return [sum(value.nbytes for value in kept), asleep]
 
 
 def forward(root: Path, rank: int, num_ranks: int) -> None:

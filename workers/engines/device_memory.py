@@ -30,7 +30,7 @@ Parts = dict[str, int]  # what takes memory -> bytes
 # Role -> the sizes of its models that are not the policy: a reference (`ref.path`), whoever has it, and teachers.
 OtherModels = Mapping[str, "Sequence[ModelSizes]"]
 # Parts that do not depend on rows and tokens. They follow from the number of parameters, whatever the model's sizes.
-STATE = ("weights", "adapter", "all A", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies",
+STATE = ("weights", "adapter", "lora_A", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies",
          "reference", "next version")  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def fsdp_memory(
     #                     reduced: the gradient of the largest unit as computed, c, and in float32
     #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
     #     an adapter      weights (c P + 4A)/R, gradients 4A/R, moments 8A/R; no copy; only A's gradients are reduced
-    #                     all A, if several ranks merge: each reads its rows of B times the whole A, float32
+    #                     lora_A: 4 bytes a number of every A, if several ranks merge their rows
     #
     # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
     # 2304.11277.
@@ -236,7 +236,7 @@ def fsdp_memory(
         largest = max(root, model.layer_parameters) if trained is None else trained.total // model.num_layers
         parts["reduced"] = (number + 4) * largest
         if trained is not None and merges:
-            parts["all A"] = 4 * trained.all_a
+            parts["lora_A"] = 4 * trained.all_a
     elif number == 2 and trained is None:
         parts["bfloat16 copy"] = number * size
     layers = model.num_layers

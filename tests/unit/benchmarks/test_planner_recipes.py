@@ -56,7 +56,7 @@ def test_the_adapter_recipe_is_near_its_plan_and_the_dry_run_counts_as_the_plan_
 
 
 def write_shapes(model: Path) -> Path:
-    """Give a directory with Qwen2.5-7B's config.json weights of its shapes, in a file that takes no room on the disk."""
+    """Give a directory with Qwen2.5-7B's config.json weights of its shapes, in a file that takes no room on a disk."""
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in Qwen2ForCausalLM(Qwen2Config(**QWEN_7B)).named_parameters()}
     header, begin = {}, 0

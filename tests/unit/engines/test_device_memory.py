@@ -145,7 +145,7 @@ def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     more = {role: sum(together[role].values()) - sum(apart[role].values()) for role in together}
     assert more == {"rollout": RUNTIME, "actor": RUNTIME}
     number = QWEN_7B.num_parameters
-    assert state_of_roles(colocated, number, number)["actor"] == 16 * number
+    assert state_of_roles(colocated, number, Trained(number))["actor"] == 16 * number
 
 
 def test_colocated_roles_count_what_the_trainer_keeps_for_the_rollout() -> None:

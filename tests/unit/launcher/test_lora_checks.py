@@ -179,14 +179,15 @@ def test_ranks_that_merge_have_every_a_whole() -> None:
         return memory_of_roles(configure(f"weightsync.lora={sent}", roles=roles), SMOLLM2)["actor"]
 
     two, own = "rollout:1,actor:2", SMOLLM2.trained_parameters(configure().lora)
-    assert actor_parts(two, "merged")["all A"] == 4 * own.all_a
-    assert "all A" not in actor_parts(two, "adapter") | actor_parts("rollout:1,actor:1", "merged")
+    assert actor_parts(two, "merged")["lora_A"] == 4 * own.all_a
+    assert "lora_A" not in actor_parts(two, "adapter") | actor_parts("rollout:1,actor:1", "merged")
 
 
 def test_receivers_of_an_adapter_have_it_beside_the_base() -> None:
     def adapters(*settings: str, roles: str = "rollout:4,actor:1,ref:1,evaluate:2") -> dict[str, int]:
         config = configure(*settings, roles=roles)
-        return {role: parts["adapter"] for role, parts in memory_of_roles(config, SMOLLM2).items() if "adapter" in parts}
+        roles = memory_of_roles(config, SMOLLM2)
+        return {role: parts["adapter"] for role, parts in roles.items() if "adapter" in parts}
 
     own = SMOLLM2.trained_parameters(LoraConfig(rank=4))
     assert adapters() == {"rollout": 4 * own.total, "evaluate": 4 * own.total}
