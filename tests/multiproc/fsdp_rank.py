@@ -92,7 +92,7 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
 
 
 def all_a_bytes(engine: FsdpEngine) -> list[int]:
-    """Return the bytes of every whole A that merging needs beside the model, and those left asleep; it is awake again."""
+    """Return the bytes of every whole A that merging needs beside the model, and those left asleep; it wakes again."""
     assert engine._adapter is not None
     of_model = {parameter.untyped_storage()._cdata for parameter in engine._model.parameters()}
     kept = [value for value in engine._adapter.gathered if value.untyped_storage()._cdata not in of_model]
