@@ -28,7 +28,7 @@ from workers.data.model_files import (
     vocabulary_size,
 )
 from workers.engines.device_memory import ModelSizes, OtherModels, Parts, memory_of_roles
-from workers.engines.lora import adapter_targets, check_adapter, trained_parameters
+from workers.engines.lora import Trained, adapter_targets, check_adapter, trained_parameters
 from workers.settings.megatron import DenseModel, check_adapted, check_division
 from workers.settings.run import RunConfig
 
@@ -45,7 +45,7 @@ class Models:
     """
 
     num_parameters: int
-    num_trained: int
+    trained: Trained
     num_reward_parameters: int
     others: OtherModels
     memory: Mapping[str, Parts]
@@ -135,11 +135,11 @@ def check_megatron(config: RunConfig) -> None:
         check_division(model, actor.megatron)
 
 
-def _check_lora(config: RunConfig) -> int:
+def _check_lora(config: RunConfig) -> Trained:
     """Refuse targets that the model lacks, and an initial adapter that does not fit; returns how many parameters are
     trained."""
     if config.lora is None:
-        return count_parameters(Path(config.model.path))
+        return Trained(count_parameters(Path(config.model.path)))
     shapes = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
     _refuse_tied(config.lora.modules_to_save, read_model_config(Path(config.model.path)))
     trained, targets = trained_parameters(shapes, config.lora), adapter_targets(shapes, config.lora)
@@ -341,7 +341,7 @@ def device_memory(
     config: RunConfig,
     model: ModelSizes | None,
     limit_gb: float | None,
-    trained: int | None = None,
+    trained: Trained | None = None,
     others: OtherModels = MappingProxyType({}),
     *,
     has_ipc: bool = False,

@@ -28,6 +28,7 @@ from workers.data.supervised_rows import check_supervised
 from workers.data.task_source import TaskSource, held_out_sets
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, OtherModels, Parts
+from workers.engines.lora import Trained
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
@@ -109,7 +110,7 @@ class Preflight:
     first_row: PromptRow | None
     first_prompt: ShownPrompt | None
     num_parameters: int
-    num_trained: int
+    trained: Trained
     num_reward_parameters: int = 0
     others: OtherModels = field(default_factory=dict)
     memory: Mapping[str, Parts] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class Preflight:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version of the weights on the wire."""
-        sent = self.num_trained if self.config.sends_adapter else self.num_parameters
+        sent = self.trained.total if self.config.sends_adapter else self.num_parameters
         return sent * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
 
 
@@ -152,7 +153,7 @@ def check_run(
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
         config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.num_trained, models.num_reward_parameters, models.others,
+        data.rows.first_prompt, models.num_parameters, models.trained, models.num_reward_parameters, models.others,
         models.memory,
         num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
 from launcher.request.stop_time import saved_bytes
 from workers.engines.device_memory import DTYPE_BYTES, state_of_roles
+from workers.engines.lora import Trained
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 from workers.settings.run import RunConfig
 
@@ -180,7 +181,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
-    trained = parameters if config.lora is None else checked.num_trained
+    trained = Trained(parameters) if config.lora is None else checked.trained
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
     version = checked.version_bytes if config.sends_adapter else parameters * wire
     on_cpu = checked.devices.kind == "cpu"
@@ -243,14 +244,17 @@ def _reward_model_bytes(checked: Preflight) -> int:
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
     """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, and the queue's responses.
 
-    A reference that follows the policy adds one copy of the model, and a critic as much as the policy. Responses count
-    at full length.
+    A reference that follows the policy adds the model or, where versions are adapters, an adapter; a critic as much as
+    the policy. An export has the adapter as well, in float32. Responses count at full length.
     """
     config = checked.config
-    moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
-    copies = int(config.checkpoint.export_hf) + int(moving_reference)
-    responses = config.schedule.live_rows * _row_bytes(config)
-    return saved_bytes(checked) + copies * model_bytes + responses
+    size = saved_bytes(checked) + config.schedule.live_rows * _row_bytes(config)
+    if config.checkpoint.export_hf:
+        size += model_bytes + (0 if config.lora is None else 4 * checked.trained.total)
+    if config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0:
+        in_dtype = DTYPE_BYTES[config.model.dtype] * checked.trained.total
+        size += in_dtype if config.sends_adapter else model_bytes
+    return size
 
 
 def num_checkpoints(config: RunConfig) -> int:

@@ -40,7 +40,8 @@ from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
-from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles, vllm_memory
+from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles
+from workers.engines.lora import Trained
 from workers.settings.algorithms import OutsideConfig
 from workers.settings.dataflow import roles_on_device
 from workers.settings.engines import ActorConfig
@@ -225,7 +226,7 @@ class CostModel:
         turns = self.workload.turns
         new = turns.read_tokens / max(1.0, turns.replies - 1)
         anew = config.rollout.engine == "hf" or not caches  # earlier turns are computed again: no keys or values kept
-        prefill = Work(token_s=2 * self.model.num_parameters / peak)
+        prefill = Work(token_s=2 * self._drawing_parameters / peak)
         if self.profile is not None:
             prefill = replace(self.profile.prefill, token_s=self.profile.prefill.token_s / tensor)
         prefill = replace(prefill, token_s=prefill.token_s + number * self._exchanged_s(tensor, 1, 1))
@@ -255,11 +256,17 @@ class CostModel:
     @property
     def _switches_s(self) -> tuple[float, float]:
         """Return how long the turn takes from rollout to actor, and back (s)."""
-        parts = memory_of_roles(self.config, self.model).get("actor", {})
+        roles = memory_of_roles(self.config, self.model)
+        parts = roles.get("actor", {})
         # Between two steps gradients are empty, and bfloat16 copies are made anew.
         state = sum(parts.get(name, 0) for name in STATE if name not in ("gradients", "bfloat16 copy"))
         loaded_s = self._handed_over_s if self.hands_over else self._load_s
-        return self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + loaded_s
+        to_actor_s, to_rollout_s = self._copy_s(COPY_IN, state), self._copy_s(COPY_OUT, state) + loaded_s
+        if self.config.sends_adapter:  # no version brings the base, so it waits in host memory
+            base = sum(roles.get("rollout", {}).get(name, 0) for name in ("weights", "adapter"))
+            to_actor_s += self._copy_s(COPY_OUT, base)
+            to_rollout_s += self._copy_s(COPY_IN, base)
+        return to_actor_s, to_rollout_s
 
     @property
     def _handed_over_s(self) -> float:
@@ -318,17 +325,15 @@ class CostModel:
 
     def decode_s(self, responses: int, tensor: int) -> float:
         """Return the duration of a decode step, which adds one token to each of `responses` (s)."""
-        model, device, number = self.model, self.device, self._rollout_number
+        model, device, number, drawing = self.model, self.device, self._rollout_number, self._drawing_parameters
         reduce_s = self.reduced_s(responses, tensor)
         if self.profile is not None:
             alone_s = self.profile.decode_s(responses, self._context)
             whole_s = min(device.step_overhead_s, alone_s)  # overhead that each rank pays in full
             return whole_s + (alone_s - whole_s) / tensor + reduce_s
-        read = number * model.num_parameters + responses * self._context * model.cache_bytes(number, tensor) * tensor
+        read = number * drawing + responses * self._context * model.cache_bytes(number, tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
-        compute_s = (
-            2 * model.num_parameters * responses / tensor / (self._peak_flops(number) * device.achievable.forward)
-        )
+        compute_s = 2 * drawing * responses / tensor / (self._peak_flops(number) * device.achievable.forward)
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
 
     def reduced_s(self, responses: int, tensor: int) -> float:
@@ -341,12 +346,14 @@ class CostModel:
         config = self.config
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
-        a_token = vllm_memory(self.model, self._rollout_number, config.ranks_per_copy("rollout"), 1)
+        a_token = self.model.cache_bytes(self._rollout_number, config.ranks_per_copy("rollout"))
         if config.vllm.kv_cache_gb is not None:
             room = config.vllm.kv_cache_gb * 1e9
         else:
-            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9 - a_token["weights"]
-        return max(1, min(config.rollout.batch_size, int(room / (self._context * a_token["KV cache"]))))
+            parts = memory_of_roles(config, self.model)["rollout"]
+            held = parts["weights"] + parts.get("adapter", 0)
+            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9 - held
+        return max(1, min(config.rollout.batch_size, int(room / (self._context * a_token))))
 
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains."""
@@ -362,7 +369,7 @@ class CostModel:
                 models, parts=shared.parts
             )
         if role == "actor" and self.config.lora is not None:
-            adapted = (passes - 1) / passes + self._trained("actor") / self.model.num_parameters
+            adapted = (passes - 1) / passes + self._trained("actor").total / self.model.num_parameters
             work = replace(work, token_s=adapted * work.token_s)
         ranks = self.config.roles[role]
         # FSDP2 gathers the weights for forward and again for backward, then reduces float32 gradients. This overlaps
@@ -370,8 +377,9 @@ class CostModel:
         floor_s = 2 * shared.gathered_s
         if self._engine(role) == "fsdp" and ranks > 1:
             size = training.fsdp_size or ranks
-            floor_s += self._exchange_s("reduce_scatter", 4 * self._trained(role), size)
-            own, replicas = 4 * self._trained(role) / size, ranks // size
+            reduced = 4 * self._trained(role).total
+            floor_s += self._exchange_s("reduce_scatter", reduced, size)
+            own, replicas = reduced / size, ranks // size
             for part_of_all_reduce in ("reduce_scatter", "all_gather") if replicas > 1 else ():
                 floor_s += self._exchange_s(part_of_all_reduce, own, replicas, spread=ranks)
         moved_s = (forwards + 1) * models * shared.moved_s / (1 - shared.bubble)
@@ -482,17 +490,19 @@ class CostModel:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles[role]
         bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
-        owned = (self._trained(role) + (self._num_models(role) - 1) * model.num_parameters) / ranks
-        update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
+        owned = (self._trained(role).total + (self._num_models(role) - 1) * model.num_parameters) / ranks
+        exchanged_s = 0.0
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
-            number, parts = DTYPE_BYTES[config.actor.autocast], layout.tensor * layout.stages
-            if config.lora is not None:  # in float32; tensor-parallel ranks divide one of A and B, which is not counted
-                number, parts = 4, layout.stages
-            own, copies = self._trained(role) / parts, layout.replicas * layout.context
-            update_s += self._exchange_s("reduce_scatter", 4 * own, copies, spread=ranks)
-            update_s += self._exchange_s("all_gather", number * own, copies, spread=ranks)
-        return update_s
+            number, own = DTYPE_BYTES[config.actor.autocast], self._trained(role).on_rank(layout.tensor) / layout.stages
+            if config.lora is not None:
+                number = 4
+            copies = layout.replicas * layout.context
+            owned = own / copies
+            exchanged_s += self._exchange_s("reduce_scatter", 4 * own, copies, spread=ranks)
+            exchanged_s += self._exchange_s("all_gather", number * own, copies, spread=ranks)
+        update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
+        return update_s + exchanged_s
 
     def _copy_s(self, name: str, size: float) -> float:
         """Return the time to copy `size` bytes between device and host (s)."""
@@ -527,9 +537,12 @@ class CostModel:
         """Models that a role trains: an actor without a critic role trains the critic, too."""
         return 2 if role == "actor" and self.config.algorithm.has_critic and "critic" not in self.config.roles else 1
 
-    def _trained(self, role: str) -> int:
-        """Parameters of a role's model that are trained."""
-        return self.model.trained_parameters(self.config.lora if role == "actor" else None)
+    def _trained(self, role: str) -> Trained:
+        return self._trained_by_actor if role == "actor" else Trained(self.model.num_parameters)
+
+    @cached_property
+    def _trained_by_actor(self) -> Trained:
+        return self.model.trained_parameters(self.config.lora)
 
     def _engine(self, role: str) -> str:
         return "fsdp" if role == "critic" else self.config.actor.engine
@@ -565,6 +578,12 @@ class CostModel:
         return DTYPE_BYTES[self.config.vllm.dtype or self.config.model.dtype]
 
     @property
+    def _drawing_parameters(self) -> int:
+        """Parameters that a generator computes with."""
+        return self.model.num_parameters + (self._trained("actor").total if self.config.sends_adapter else 0)
+
+    @property
     def _weight_bytes(self) -> int:
-        sent = self._trained("actor") if self.config.sends_adapter else self.model.num_parameters
-        return self._rollout_number * sent
+        """Bytes of a version, as it travels."""
+        sent = self._trained("actor").total if self.config.sends_adapter else self.model.num_parameters
+        return DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype] * sent

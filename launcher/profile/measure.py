@@ -63,7 +63,9 @@ class Bench:
         whole = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
         megatron = config.actor.megatron.model_copy(update=whole)
         actor = config.actor.model_copy(update={"megatron": megatron})
-        self._config = config.model_copy(update={"rollout": rollout, "data": data, "actor": actor})
+        # Without an adapter: what it changes is counted (`launcher.plan.cost_model`).
+        own = {"rollout": rollout, "data": data, "actor": actor, "lora": None}
+        self._config = config.model_copy(update=own)
         self._device = device
         # The CPU time of a single thread is measured exactly, whatever else runs on the machine.
         alone = device.type == "cpu" and config.launcher.threads_per_worker == 1

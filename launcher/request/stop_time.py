@@ -59,7 +59,7 @@ def saved_bytes(checked: Preflight) -> int:
     """Return the size of the saved states of policy and critic."""
     config = checked.config
     parameters = config.sim.parameters if config.actor.engine == "sim" else checked.num_parameters
-    trained = parameters if config.lora is None else checked.num_trained
+    trained = parameters if config.lora is None else checked.trained.total
     return SAVED_PARAMETER_BYTES * (trained + config.algorithm.has_critic * parameters)
 
 

@@ -107,6 +107,7 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         ]
     out["trained"] = sum(each.grad_data.numel() for chunk in engine._parts.chunks for each in chunk.wrapped.buffers)
     parameters = [each for chunk in engine._parts.chunks for each in chunk.network.parameters()]
+    out["held"] = sum(each.numel() for each in parameters if each.requires_grad)
     out["types"] = sorted({(each.requires_grad, str(each.dtype)) for each in parameters})
     torch.save(out, root / f"{case}-{rank}.pt")
     dcp.save(engine.state_dict(), checkpoint_id=root / f"end-{case}")

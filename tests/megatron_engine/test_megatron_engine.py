@@ -30,6 +30,7 @@ from transformers import (
 from asyncflow.testing.plain import decay_groups
 from launcher.run.export import write_export
 from weightsync.plan import Box, ShardSpec, plan_transfer
+from workers.engines.device_memory import ModelSizes, megatron_memory
 from workers.engines.lora import (
     PREFIX,
     A,
@@ -39,6 +40,7 @@ from workers.engines.lora import (
     initial_a,
     write_adapter,
 )
+from workers.settings.engines import ActorConfig
 from workers.settings.lora import LoraConfig
 
 from .samples import NUM_SAMPLES, TEMPERATURE, make_sample
@@ -485,6 +487,18 @@ def test_adapter_alone_has_gradients_and_is_float32_beside_a_bfloat16_base(
     torch.testing.assert_close(found["log_probs"].double(), expected.log_probs_A, rtol=0.05, atol=0.1)
     assert found["norms"][0] == pytest.approx(expected.norms[0], rel=0.05)
     torch.testing.assert_close(found["final"].double(), final_A, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("case", ["lora-tp2", "lora-pp2", "lora-tp2-pp2-vp2", "lora-tp2-dp2"])
+def test_ranks_have_as_much_of_an_adapter_as_is_estimated(root: Path, case: str) -> None:
+    options = ADAPTED[case]
+    actor = ActorConfig.model_validate({"engine": "megatron", **options["actor"]})
+    sizes = ModelSizes.from_config(json.loads((root / "models" / options["model"] / "config.json").read_text()))
+    assert sizes is not None
+    trained = sizes.trained_parameters(LoraConfig.model_validate(options["lora"]))
+    estimated = megatron_memory(sizes, actor, options["ranks"], 1, trained=trained)["gradients"]
+    held = [saved(root, case, rank)["held"] for rank in range(options["ranks"])]
+    assert [4 * number for number in held] == [estimated] * options["ranks"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers

@@ -80,11 +80,26 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
         ]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     torch.save(shards, root / f"shards-{mode}-{num_ranks}-{rank}.pt")
+    if mode == "lora":
+        (root / f"all-a-{num_ranks}-{rank}.json").write_text(json.dumps(all_a_bytes(engine)))
+        woken = {(shard.name, shard.box.offset): shard.values for shard in engine.shards()}
+        assert all(values.equal(woken[name, offset]) for name, _, offset, _, values in shards)
     saved = root / f"saved-{mode}-{num_ranks}"
     dcp.save(engine.state_dict(), checkpoint_id=saved)
     if rank == 0:
         engine.export_hf(root / f"export-{mode}-{num_ranks}", saved)
     assert engine.export_share(root / f"shared-{mode}-{num_ranks}", saved, ExportShare(rank, num_ranks))
+
+
+def all_a_bytes(engine: FsdpEngine) -> list[int]:
+    """Return the bytes of every whole A that merging needs beside the model, and those left asleep; it wakes again."""
+    assert engine._adapter is not None
+    of_model = {parameter.untyped_storage()._cdata for parameter in engine._model.parameters()}
+    kept = [value for value in engine._adapter.gathered if value.untyped_storage()._cdata not in of_model]
+    engine.sleep()
+    asleep = sum(value.untyped_storage().nbytes() for value in kept)
+    engine.wake()
+    return [sum(value.nbytes for value in kept), asleep]
 
 
 def forward(root: Path, rank: int, num_ranks: int) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weightsync.plan import Box
+from workers.engines.lora import trained_parameters
+from workers.settings.lora import LoraConfig
 
 SCRIPT = Path(__file__).with_name("fsdp_rank.py")
 DEADLINE_S = 120
@@ -176,6 +178,13 @@ def test_shards_of_two_ranks_make_the_whole_model_or_the_adapter(adapted: Path, 
 
 
 @pytest.mark.slow
+def test_ranks_that_merge_have_every_a_whole_as_is_estimated_and_not_asleep(adapted: Path) -> None:
+    shapes = {name: tuple(value.shape) for name, value in load_file(adapted / "model" / "model.safetensors").items()}
+    trained = trained_parameters(shapes, LoraConfig(rank=3))
+    found = {name: json.loads((adapted / f"all-a-{name}.json").read_text()) for name in ("1-0", "2-0", "2-1")}
+    assert found == {"1-0": [0, 0], "2-0": [4 * trained.all_a, 0], "2-1": [4 * trained.all_a, 0]}
+
+
 @pytest.mark.parametrize("name", ["lora-1", "lora-2"])
 def test_ranks_together_write_the_export_of_an_adapter(adapted: Path, name: str) -> None:
     whole, shared = adapted / f"export-{name}", adapted / f"shared-{name}"

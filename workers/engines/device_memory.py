@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from workers.engines.lora import trained_parameters
+from workers.engines.lora import Trained, trained_parameters
 from workers.settings.engines import ActorConfig, RefConfig, TeacherConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.megatron import MegatronConfig, MegatronLayout
 from workers.settings.run import RunConfig
+from workers.settings.vllm import LORA_RANKS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_TILE = 2**25  # logits that the head holds at a time (`workers.engines.packed_forward`)
@@ -29,8 +30,8 @@ Parts = dict[str, int]  # what takes memory -> bytes
 # Role -> the sizes of its models that are not the policy: a reference (`ref.path`), whoever has it, and teachers.
 OtherModels = Mapping[str, "Sequence[ModelSizes]"]
 # Parts that do not depend on rows and tokens. They follow from the number of parameters, whatever the model's sizes.
-STATE = ("weights", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies", "reference",
-         "next version")  # fmt: skip
+STATE = ("weights", "adapter", "lora_A", "bfloat16 copy", "gradients", "moments", "masters", "critic", "policy copies",
+         "reference", "next version")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ class ModelSizes:
         """Parameters of the embeddings and the last norm."""
         return self.num_parameters - self.num_layers * self.layer_parameters
 
-    def trained_parameters(self, lora: LoraConfig | None) -> int:
+    def trained_parameters(self, lora: LoraConfig | None) -> Trained:
         """Return how many parameters are trained; those of an adapter if its targets have the usual names.
         Raises ConfigError for targets that such a model lacks."""
         if lora is None:
-            return self.num_parameters
+            return Trained(self.num_parameters)
         width, heads, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = {
             "self_attn.q_proj": (heads, width),
@@ -130,7 +131,7 @@ class ModelSizes:
 def memory_of_roles(
     config: RunConfig,
     model: ModelSizes,
-    trained: int | None = None,
+    trained: Trained | None = None,
     others: OtherModels = MappingProxyType({}),
     *,
     has_ipc: bool = False,
@@ -138,7 +139,7 @@ def memory_of_roles(
     """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines.
 
     Args:
-        trained: parameters that are trained; None: `ModelSizes.trained_parameters`.
+        trained: None: `ModelSizes.trained_parameters`.
         others: without a role, its models are as large as the policy.
         has_ipc: processes share memory of the devices (`Vendor.has_ipc`).
     """
@@ -166,9 +167,13 @@ def memory_of_roles(
             elif sampling.engine == "vllm":
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.ranks_per_copy(role), tokens)
+    if config.sends_adapter:
+        follows = config.algorithm.ref_update_interval > 0
+        for role in roles.keys() & {"rollout", "evaluate", "actor_fwd", *(("ref",) if follows else ())}:
+            roles[role]["adapter"] = _received_adapter(config, role, trained)
     every = {"runtime": RUNTIME}
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-    sent = trained if config.sends_adapter else model.num_parameters
+    sent = trained.total if config.sends_adapter else model.num_parameters
     for role in config.colocated:
         # Roles that take turns never have their weights on a device at one time. Of the others there are contexts and
         # communicators, and each trainer rank's part of what it published (`weightsync.device_copies`).
@@ -192,36 +197,46 @@ def memory_of_roles(
 
 
 def state_of_roles(
-    config: RunConfig, num_parameters: int, trained: int, others: OtherModels = MappingProxyType({})
+    config: RunConfig, num_parameters: int, trained: Trained, others: OtherModels = MappingProxyType({})
 ) -> dict[str, int]:
     """Return how much state all ranks of each role have together: in host memory where they compute on the CPU, or
-    while they sleep. `trained`: parameters that the actor trains; `others`: as in `memory_of_roles`."""
+    while they sleep. `trained`: of the actor; `others`: as in `memory_of_roles`."""
     found = memory_of_roles(config, ModelSizes.unknown(num_parameters), trained, others)
     return {role: config.roles[role] * _state(parts) for role, parts in found.items()}
 
 
 def fsdp_memory(
-    model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int, *, trained: int | None = None
+    model: ModelSizes,
+    training: TrainingConfig,
+    ranks: int,
+    tokens: int,
+    *,
+    trained: Trained | None = None,
+    merges: bool = False,
 ) -> Parts:
-    """Return what an FSDP2 rank has; `trained`: parameters of an adapter, beside which the model is frozen."""
+    """Return what an FSDP2 rank has; `trained`: of an adapter, beside which the model is frozen; `merges`: versions are
+    whole weights."""
     #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks that share a copy)
     #                     gathered: the root (embeddings), kept from forward to backward, and two layers, c each
     #                     reduced: the gradient of the largest unit as computed, c, and in float32
     #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
     #     an adapter      weights (c P + 4A)/R, gradients 4A/R, moments 8A/R; no copy; only A's gradients are reduced
+    #                     lora_A: 4 bytes a number of every A, if several ranks merge their rows
     #
     # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
     # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     several, ranks = ranks > 1, training.fsdp_size or ranks
-    updated = size if trained is None else trained
-    weights = 4 * size if trained is None else number * size + 4 * trained
+    updated = size if trained is None else trained.total
+    weights = 4 * size if trained is None else number * size + 4 * trained.total
     parts = {"weights": weights // ranks, "gradients": 4 * updated // ranks, "moments": 8 * updated // ranks}
     root = model.outside_parameters
     if several:
         parts["gathered"] = number * (root + 2 * model.layer_parameters)
-        largest = max(root, model.layer_parameters) if trained is None else trained // model.num_layers
+        largest = max(root, model.layer_parameters) if trained is None else trained.total // model.num_layers
         parts["reduced"] = (number + 4) * largest
+        if trained is not None and merges:
+            parts["lora_A"] = 4 * trained.all_a
     elif number == 2 and trained is None:
         parts["bfloat16 copy"] = number * size
     layers = model.num_layers
@@ -229,14 +244,14 @@ def fsdp_memory(
 
 
 def megatron_memory(
-    model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int, *, longest: int = 0, trained: int | None = None
+    model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int, *, longest: int = 0, trained: Trained | None = None
 ) -> Parts:
     """Return what a rank of Megatron's first or last stage has, whichever is larger; `longest`: tokens of a sample,
-    `trained`: parameters of an adapter, beside which the model is frozen."""
+    `trained`: of an adapter, beside which the model is frozen."""
     #     p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
     #     moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
-    #     an adapter, a = A / PP: weights c p + 4 a, gradients 4 a, moments 8 a / n, no masters. Tensor-parallel ranks
-    #     divide one of A and B, too, which is not counted
+    #     an adapter: weights c p + 4 a, gradients 4 a, moments 8 a / n, no masters; a is 1 / PP of what a
+    #     tensor-parallel rank has (`Trained.on_rank`)
     #
     # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
@@ -248,7 +263,7 @@ def megatron_memory(
         if number == 2:
             parts["masters"] = 4 * size // divided
     else:
-        own = trained // layout.stages
+        own = trained.on_rank(layout.tensor) // layout.stages
         parts = {"weights": number * size + 4 * own, "gradients": 4 * own, "moments": 8 * own // divided}
     return parts | _passes(
         model,
@@ -311,8 +326,19 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
     return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * model.cache_bytes(number, tensor)}
 
 
+def _received_adapter(config: RunConfig, role: str, trained: Trained) -> int:
+    """Return the bytes of the adapter on a rank that gets it as a version: beside the base, in its element type."""
+    lora, size = config.lora, trained.total
+    if lora is None or not config.is_vllm(role):
+        return DTYPE_BYTES[config.model.dtype] * size
+    # vLLM makes room for a rank that it knows, and divides A and B as Megatron does.
+    padded = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
+    number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
+    return number * trained.on_rank(config.ranks_per_copy(role)) * padded // lora.rank
+
+
 def _actor(
-    config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: int, references: Sequence[ModelSizes]
+    config: RunConfig, model: ModelSizes, ranks: int, longest: int, trained: Trained, references: Sequence[ModelSizes]
 ) -> Parts:
     """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
@@ -320,7 +346,7 @@ def _actor(
     if actor.engine == "megatron":
         parts = megatron_memory(model, actor, ranks, tokens, longest=longest, trained=of_adapter)
     else:
-        parts = fsdp_memory(model, actor, ranks, tokens, trained=of_adapter)
+        parts = fsdp_memory(model, actor, ranks, tokens, trained=of_adapter, merges=not config.sends_adapter)
     if config.algorithm.has_critic and "critic" not in config.roles:
         parts["critic"] = _state(fsdp_memory(model, config.critic, ranks, tokens))
     if actor.tri_model:

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,30 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 A, B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
+# Their A is divided by tensor-parallel ranks, B of all others (Megatron, vLLM).
+_ROW_PARALLEL = ("o_proj", "down_proj")
 # Path components that stand before the number of a decoder layer.
 _STACKS = ("layers", "h", "blocks")
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How many parameters are trained.
+
+    Attributes:
+        all_a: of an adapter, those of all A.
+        undivided: of an adapter, those that each tensor-parallel rank has: A of column-parallel layers, B of others.
+    """
+
+    total: int
+    all_a: int = 0
+    undivided: int = 0
+
+    def on_rank(self, tensor: int) -> int:
+        """Return how many of an adapter one of `tensor` tensor-parallel ranks has."""
+        return self.undivided + (self.total - self.undivided) // tensor
 
 
 class AdapterSwitch:
@@ -131,10 +152,16 @@ def adapted_modules(names: Iterable[str]) -> list[str]:
     return [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
 
 
-def trained_parameters(shapes: Mapping[str, Shape], lora: LoraConfig) -> int:
-    """Return how many parameters are trained: those of the adapter, and of `modules_to_save`."""
-    adapter = adapter_shapes(adapter_targets(shapes, lora), lora.rank).values()
-    return sum(math.prod(shape) for shape in (*adapter, *(shapes[name] for name in saved_weights(shapes, lora))))
+def trained_parameters(shapes: Mapping[str, Shape], lora: LoraConfig) -> Trained:
+    """Count what is trained: the adapter, and `modules_to_save`."""
+    targets = adapter_targets(shapes, lora)
+    inner = sum(inputs for _, inputs in targets.values())
+    outer = sum(outputs for outputs, _ in targets.values())
+    undivided = sum(
+        outputs if module.endswith(_ROW_PARALLEL) else inputs for module, (outputs, inputs) in targets.items()
+    )
+    saved = sum(math.prod(shapes[name]) for name in saved_weights(shapes, lora))
+    return Trained(lora.rank * (inner + outer) + saved, lora.rank * inner, lora.rank * undivided)
 
 
 def merge(weight: "Tensor", a: "Tensor", b: "Tensor", scaling: float) -> "Tensor":

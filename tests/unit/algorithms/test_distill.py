@@ -18,6 +18,7 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Distill
 from workers.algorithms.parts import PolicyLoss, top_reverse_kl
 from workers.engines.device_memory import state_of_roles
+from workers.engines.lora import Trained
 from workers.settings.algorithms import DistillConfig
 from workers.settings.dataflow import REF_TOP_COLUMNS, TEACHER_TOP_COLUMNS, place_tasks
 from workers.settings.run import RunConfig
@@ -284,7 +285,7 @@ def test_the_memory_of_a_teacher_is_that_of_its_own_size(tmp_path: Path, own_tea
     if not own_teacher:
         hosted = config.model_copy(update={"roles": {"rollout": 1, "actor": 1}})
         assert check_models(hosted).memory["actor"]["reference"] == 4 * large
-        assert state_of_roles(hosted, 1, 1, models.others)["actor"] == 16 + 4 * large
+        assert state_of_roles(hosted, 1, Trained(1), models.others)["actor"] == 16 + 4 * large
 
 
 def test_the_memory_of_several_teachers_is_that_of_all(tmp_path: Path) -> None:

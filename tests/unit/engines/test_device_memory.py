@@ -17,6 +17,7 @@ from workers.engines.device_memory import (
     state_of_roles,
 )
 from workers.engines.fsdp.sharding import _checkpoint_activations
+from workers.engines.lora import Trained
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 from workers.rows.packed_rows import Sequences
@@ -79,11 +80,12 @@ def test_state_of_megatron_at_seven_billion_parameters() -> None:
 def test_state_of_megatron_beside_an_adapter_is_the_frozen_model_and_the_adapters_own() -> None:
     megatron = {"tensor_parallel": 2, "pipeline_parallel": 2}
     actor = ActorConfig.model_validate({"engine": "megatron", "autocast": "bfloat16", "megatron": megatron})
-    trained = 40 * 10**6
-    one, two = (megatron_memory(QWEN_7B, actor, ranks, tokens=16384, trained=trained) for ranks in (4, 8))
+    adapter = Trained(40 * 10**6, undivided=10 * 10**6)
+    one, two = (megatron_memory(QWEN_7B, actor, ranks, tokens=16384, trained=adapter) for ranks in (4, 8))
     full = megatron_memory(QWEN_7B, actor, 4, tokens=16384)
-    assert one["weights"] == full["weights"] + 4 * trained // 2
-    assert (one["gradients"], one["moments"], two["moments"]) == (4 * trained // 2, 8 * trained // 2, 8 * trained // 4)
+    own = (10 + 30 // 2) * 10**6 // 2  # of two tensor-parallel ranks, and of two stages
+    assert one["weights"] == full["weights"] + 4 * own
+    assert (one["gradients"], one["moments"], two["moments"]) == (4 * own, 8 * own, 8 * own // 2)
     assert "masters" not in one and one["activations"] == full["activations"]
 
 
@@ -143,7 +145,7 @@ def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     more = {role: sum(together[role].values()) - sum(apart[role].values()) for role in together}
     assert more == {"rollout": RUNTIME, "actor": RUNTIME}
     number = QWEN_7B.num_parameters
-    assert state_of_roles(colocated, number, number)["actor"] == 16 * number
+    assert state_of_roles(colocated, number, Trained(number))["actor"] == 16 * number
 
 
 def test_colocated_roles_count_what_the_trainer_keeps_for_the_rollout() -> None:

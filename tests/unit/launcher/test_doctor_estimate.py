@@ -139,7 +139,7 @@ def test_what_sleeps_waits_in_host_memory() -> None:
         devices = Devices("cuda", 2)
         found.append(memory_parts(replace(checked, devices=devices, gangs=place_gangs(checked.config, devices))))
     assert found[0]["actor asleep"] == (16 + 2 * 4) * PARAMETERS > found[1]["actor asleep"] > 0
-    assert [parts["bases asleep"] for parts in found] == [0, 0, 2 * 4 * PARAMETERS]
+    assert [parts["bases asleep"] for parts in found] == [0, 0, 2 * 4 * (PARAMETERS + checked.trained.total)]
 
 
 def test_processes_of_vllm_count() -> None:
@@ -186,6 +186,16 @@ def test_rows_of_the_queue() -> None:
 )
 def test_a_checkpoint_has_weights_moments_and_exports(overrides: tuple[str, ...], size: int) -> None:
     assert checkpoint_bytes(preflight(*overrides), model_bytes=7) == size
+
+
+def test_a_checkpoint_of_an_adapter_has_it_beside_the_exported_model_and_as_the_reference() -> None:
+    own = preflight("lora={rank: 2}")
+    trained = own.trained.total
+    assert checkpoint_bytes(own, model_bytes=7) == (13 + 4) * trained + 7 + RESPONSES
+    moving = ("lora={rank: 2}", "algorithm.ref_update_interval=2")
+    adapters, models = (preflight(*moving, f"weightsync.lora={sent}") for sent in ("adapter", "merged"))
+    assert checkpoint_bytes(adapters, model_bytes=7) == (13 + 4 + 4) * trained + 7 + RESPONSES
+    assert checkpoint_bytes(models, model_bytes=7) == (13 + 4) * trained + 14 + RESPONSES
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import write_model
-from planned import QWEN_7B, cost_model, qwen_run
+from planned import QWEN_7B, changed, cost_model, qwen_run
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -19,15 +20,19 @@ from launcher.config.rules import AT_START, check_rules
 from launcher.doctor.estimate import memory_parts
 from launcher.request.stop_time import saved_bytes
 from workers.engines.device_memory import ModelSizes, fsdp_memory, memory_of_roles
+from workers.engines.lora import Trained
 from workers.settings.engines import ActorConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.megatron import DenseModel, MegatronConfig, check_adapted
-from workers.settings.run import RunConfig
+from workers.settings.run import COLOCATED, RunConfig
 
 SMOLLM2 = ModelSizes(
     num_parameters=134_515_008, num_layers=30, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64,
     ffn_size=1536, vocab_size=49152, tied=True,
 )  # fmt: skip
+_QWEN_SIZES = ModelSizes.from_config(QWEN_7B)
+assert _QWEN_SIZES is not None
+QWEN_SIZES: ModelSizes = _QWEN_SIZES
 ADAPTER_OF_SMOLLM2 = 4_884_480
 """Rank 16, all linear layers: 16 x (in + out) of each."""
 
@@ -158,28 +163,56 @@ def test_parts_of_megatrons_pipeline_without_an_adapted_module_are_refused() -> 
 def test_estimates_count_the_adapter_of_megatron_alone() -> None:
     settings = ("actor.engine=megatron", "actor.autocast=bfloat16")
     own, full = (memory_of_roles(configure(*settings, *more), SMOLLM2)["actor"] for more in ((), ("lora=null",)))
-    trained = SMOLLM2.trained_parameters(configure().lora)
+    trained = SMOLLM2.trained_parameters(configure().lora).total
     assert own["gradients"] == 4 * trained and full["gradients"] == 4 * SMOLLM2.num_parameters
     assert own["moments"] == 8 * trained and "masters" not in own
 
 
 def test_parameters_of_the_adapter_are_counted() -> None:
     lora = LoraConfig(rank=16)
-    assert SMOLLM2.trained_parameters(lora) == ADAPTER_OF_SMOLLM2
-    assert SMOLLM2.trained_parameters(None) == SMOLLM2.num_parameters
-    assert SMOLLM2.trained_parameters(LoraConfig(rank=16, targets=("q_proj",))) == 30 * 16 * 2 * 576
-    assert SMOLLM2.trained_parameters(LoraConfig(rank=16, modules_to_save=("norm",))) == ADAPTER_OF_SMOLLM2 + 576
+    all_a = 30 * 16 * (6 * 576 + 1536)
+    assert SMOLLM2.trained_parameters(lora) == Trained(ADAPTER_OF_SMOLLM2, all_a, undivided=30 * 16 * 7 * 576)
+    assert SMOLLM2.trained_parameters(None) == Trained(SMOLLM2.num_parameters)
+    of_q = SMOLLM2.trained_parameters(LoraConfig(rank=16, targets=("q_proj",)))
+    assert (of_q.total, of_q.on_rank(3)) == (30 * 16 * 2 * 576, 30 * 16 * (576 + 576 // 3))
+    with_norm = SMOLLM2.trained_parameters(LoraConfig(rank=16, modules_to_save=("norm",)))
+    assert with_norm == replace(SMOLLM2.trained_parameters(lora), total=ADAPTER_OF_SMOLLM2 + 576)
 
 
 @pytest.mark.parametrize(("autocast", "number"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_state_is_the_frozen_base_and_sixteen_bytes_for_what_is_trained(autocast: str, number: int, ranks: int) -> None:
     actor = ActorConfig.model_validate({"autocast": autocast})
-    parts = fsdp_memory(SMOLLM2, actor, ranks, 100, trained=ADAPTER_OF_SMOLLM2)
+    parts = fsdp_memory(SMOLLM2, actor, ranks, 100, trained=Trained(ADAPTER_OF_SMOLLM2))
     state = sum(parts.get(name, 0) for name in ("weights", "gradients", "moments", "bfloat16 copy"))
     assert state == pytest.approx((number * SMOLLM2.num_parameters + 16 * ADAPTER_OF_SMOLLM2) / ranks, rel=1e-6)
     full = fsdp_memory(SMOLLM2, actor, ranks, 100)
     assert parts.get("reduced", 0) <= full.get("reduced", 0) / 50
+
+
+def test_ranks_that_merge_have_every_a_whole() -> None:
+    def actor_parts(roles: str, sent: str) -> dict[str, int]:
+        return memory_of_roles(configure(f"weightsync.lora={sent}", roles=roles), SMOLLM2)["actor"]
+
+    two, own = "rollout:1,actor:2", SMOLLM2.trained_parameters(configure().lora)
+    assert actor_parts(two, "merged")["lora_A"] == 4 * own.all_a
+    assert "lora_A" not in actor_parts(two, "adapter") | actor_parts("rollout:1,actor:1", "merged")
+
+
+def test_receivers_of_an_adapter_have_it_beside_the_base() -> None:
+    def adapters(*settings: str, roles: str = "rollout:4,actor:1,ref:1,evaluate:2") -> dict[str, int]:
+        config = configure(*settings, roles=roles)
+        roles = memory_of_roles(config, SMOLLM2)
+        return {role: parts["adapter"] for role, parts in roles.items() if "adapter" in parts}
+
+    own = SMOLLM2.trained_parameters(LoraConfig(rank=4))
+    assert adapters() == {"rollout": 4 * own.total, "evaluate": 4 * own.total}
+    moving = adapters("algorithm.kl_coef=0.1", "algorithm.ref_update_interval=2", "model.dtype=bfloat16")
+    assert moving == dict.fromkeys(("rollout", "evaluate", "ref"), 2 * own.total)
+    assert adapters("weightsync.lora=merged") == {}
+    # vLLM has room for rank 8, and its ranks divide one of A and B.
+    of_vllm = adapters("rollout.engine=vllm", "vllm.tensor_parallel_size=3", roles="rollout:3,actor:1,ref:1")
+    assert of_vllm == {"rollout": 4 * 2 * own.on_rank(3)}
 
 
 def test_reference_takes_no_memory_of_its_own() -> None:
@@ -193,11 +226,11 @@ def test_reference_takes_no_memory_of_its_own() -> None:
 
 def test_estimates_before_a_start_count_what_is_trained() -> None:
     own, full = check_run(configure("lora.rank=2")), check_run(configure("lora=null"))
-    assert own.num_trained < full.num_trained == full.num_parameters
-    assert saved_bytes(own) / saved_bytes(full) == pytest.approx(own.num_trained / full.num_trained)
+    assert own.trained.total < full.trained.total == full.num_parameters
+    assert saved_bytes(own) / saved_bytes(full) == pytest.approx(own.trained.total / full.trained.total)
     actors = [memory_parts(checked)["actor"] for checked in (own, full)]
     reference = 4 * full.num_parameters
-    assert actors == [4 * full.num_parameters + 16 * own.num_trained, 16 * full.num_parameters + reference]
+    assert actors == [4 * full.num_parameters + 16 * own.trained.total, 16 * full.num_parameters + reference]
 
 
 def test_planner_counts_a_pass_less_and_the_adapter_s_update(tmp_path: Path) -> None:
@@ -206,9 +239,7 @@ def test_planner_counts_a_pass_less_and_the_adapter_s_update(tmp_path: Path) -> 
     full = qwen.model_copy(update={"actor": actor, "roles": {"rollout": 4, "actor": 4}})
     adapted = full.model_copy(update={"lora": LoraConfig(rank=16)})
     whole, own = (cost_model(config).estimate_times() for config in (full, adapted))
-    sizes = ModelSizes.from_config(QWEN_7B)
-    assert sizes is not None
-    share = sizes.trained_parameters(adapted.lora) / sizes.num_parameters
+    share = QWEN_SIZES.trained_parameters(adapted.lora).total / QWEN_SIZES.num_parameters
     assert own.train["actor"].token_s == pytest.approx((2 / 3 + share) * whole.train["actor"].token_s)
     assert own.train["actor"].squared_s == whole.train["actor"].squared_s
     assert own.update_s["actor"] == pytest.approx(share * whole.update_s["actor"])
@@ -216,3 +247,48 @@ def test_planner_counts_a_pass_less_and_the_adapter_s_update(tmp_path: Path) -> 
     assert own.pause_s == pytest.approx(share * whole.pause_s)
     # Scored by the model in training, whose weights are gathered.
     assert own.tasks["ref_log_probs"] == own.tasks["actor_log_probs"] != whole.tasks["ref_log_probs"]
+
+
+def test_planner_knows_what_tensor_parallel_ranks_have_of_an_adapter(tmp_path: Path) -> None:
+    qwen = qwen_run(tmp_path)
+    config = qwen.model_copy(update={"lora": LoraConfig(rank=16), "roles": {"rollout": 4, "actor": 8}})
+    own = QWEN_SIZES.trained_parameters(config.lora).on_rank(4)
+    # Two replicas divide the update, reduce gradients and gather weights, all in float32.
+    exchanged_s = 2 * 4 * own / 2 / (450e9 * 0.7)
+    expected = 28 * own / 2 / (3350e9 * 0.7) + exchanged_s
+    assert cost_model(config).estimate_times().update_s["actor"] == pytest.approx(expected)
+
+
+def test_planner_counts_the_adapter_where_responses_are_drawn(tmp_path: Path) -> None:
+    config = qwen_run(tmp_path).model_copy(update={"lora": LoraConfig(rank=256), "roles": {"rollout": 4, "actor": 4}})
+    merged = config.weightsync.model_copy(update={"lora": "merged"})
+    own, base = (cost_model(each) for each in (config, config.model_copy(update={"weightsync": merged})))
+    trained, number = QWEN_SIZES.trained_parameters(config.lora).total, QWEN_SIZES.num_parameters
+    overhead_s = own.device.step_overhead_s
+    assert (own.decode_s(1, 1) - overhead_s) / (base.decode_s(1, 1) - overhead_s) == pytest.approx(
+        1 + trained / number, rel=1e-3
+    )
+    prefills = [costs.estimate_times().prefill.token_s for costs in (own, base)]
+    assert prefills[0] / prefills[1] == pytest.approx(1 + trained / number)
+
+
+def test_planner_moves_the_base_of_a_generator_that_sleeps(tmp_path: Path) -> None:
+    """With adapters as versions it waits in host memory, which the doctor counts; a whole version replaces it."""
+    qwen = changed(qwen_run(tmp_path), engine="fsdp")
+    shared = {"lora": LoraConfig(rank=16), "roles": {"rollout": 8, "actor": 8}, "colocated": COLOCATED}
+    config = qwen.model_copy(update=shared)
+    own, rate = QWEN_SIZES.trained_parameters(config.lora), 64e9 * 0.7
+    base_s = 2 * (QWEN_SIZES.num_parameters + own.total) / rate
+    state_s = (2 * QWEN_SIZES.num_parameters + 12 * own.total) / 8 / rate
+    times = cost_model(config).estimate_times()
+    assert times.to_actor_s == pytest.approx(state_s + base_s)
+    assert times.to_rollout_s == pytest.approx(state_s + base_s + 2 * own.total / rate)
+    merged = config.model_copy(update={"weightsync": config.weightsync.model_copy(update={"lora": "merged"})})
+    gathered_s = 4 * own.all_a / rate
+    assert cost_model(merged).estimate_times().to_actor_s == pytest.approx(state_s + gathered_s)
+
+
+def test_planner_sends_versions_in_the_dtype_in_which_they_travel(tmp_path: Path) -> None:
+    config = qwen_run(tmp_path)
+    wide = config.model_copy(update={"weightsync": config.weightsync.model_copy(update={"dtype": "float32"})})
+    assert cost_model(wide).estimate_times().pause_s == pytest.approx(2 * cost_model(config).estimate_times().pause_s)

@@ -32,6 +32,8 @@ from launcher.plan.profile import (
     fit,
 )
 from launcher.plan.scenario import Turns
+from launcher.profile.measure import Bench
+from workers.settings.lora import LoraConfig
 from workers.settings.run import RunConfig
 
 CPU = {"name": "cpu, of the test", "kind": "cpu", "cores": 2, "torch": "2.10", "memory_gb": 16.0}
@@ -106,6 +108,18 @@ def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_th
     one = replace(few, seconds={block: each for block, each in few.seconds.items() if block.layers < 2})
     with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model, but"):
         one.check(config, sizes, "mine.json")
+
+
+def test_an_adapter_which_plans_count_is_not_measured(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RunConfig] = []
+    monkeypatch.setattr("launcher.profile.measure.load_train_engine", lambda config, device: made.append(config))
+    adapted = config.model_copy(update={"lora": LoraConfig(rank=4)})
+    Bench(adapted, torch.device("cpu"), tmp_path, longest=8)._engine(TRAIN, 1)
+    assert [each.lora for each in made] == [None]
+    blank = Profile.from_config(adapted, model_sizes(config), CPU, ranks=1)
+    assert blank == Profile.from_config(config, model_sizes(config), CPU, ranks=1)
 
 
 def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:

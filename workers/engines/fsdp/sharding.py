@@ -467,6 +467,8 @@ class FsdpEngine(ShardedModel):
 
     def _state_tensors(self) -> Iterator[Tensor]:
         yield from super()._state_tensors()
+        if self._adapter is not None:
+            yield from self._adapter.gathered
         for copy in self._copies:  # they sleep and wake with the policy
             yield from copy._state_tensors()
 

@@ -6,7 +6,7 @@ Base weights keep their names; A and B are `<module>.lora_A.weight` and `<module
 turns all of its adapters off, so the base is there without a second copy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -120,6 +120,11 @@ class Adapter:
         for path in self.targets:
             value = self._model.get_parameter(path + A).detach()
             self._whole_a[path] = value.full_tensor() if isinstance(value, DTensor) else value
+
+    @property
+    def gathered(self) -> Iterable[Tensor]:
+        """Every A, as of the last `gather_a`."""
+        return self._whole_a.values()
 
     def merged_shards(self) -> Iterator[Shard]:
         """Yield this rank's pieces of the whole model under its own names, with the adapter added as of the last
