@@ -289,9 +289,42 @@ def test_an_empty_run_and_one_that_was_killed_say_so(tmp_path: Path, run_dir: Pa
     with served(run_dir, killed, failed) as address:
         page.goto(address)
         expect(page.locator("header .state")).to_have_text(["killed", "killed", "failed"])
+        says = ["first: ended without a word (step 0)", "killed: ended without a word (step 3)", "out of memory"]
+        expect(page.locator(".ended")).to_contain_text(says)
+        expect(page.locator(".ended").nth(1)).to_contain_text(f"resume with: asyncflow-launch --resume {killed}")
         page.get_by_label("run", exact=True).select_option("2")
         page.wait_for_selector("article.sample")
         expect(page.locator("section:has(#failures)")).to_contain_text("out of memory")
+
+
+def test_a_run_without_a_step_opens_its_logs_and_shows_no_empty_panels(run_dir: Path, page: Any) -> None:
+    (run_dir / "logs" / "launcher.log").write_text("checking the model\n")
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("section:has(#failures) details pre")).to_have_text("checking the model\n")
+        expect(page.locator("#page")).to_contain_text("no samples yet")
+        expect(page.get_by_role("link")).to_have_text(["What does it say?", "What failed?", "Settings"])
+        expect(page.get_by_label("order")).to_be_hidden()
+        (run_dir / "timeline").mkdir()
+        append(run_dir / "timeline" / "actor-0.jsonl", {"name": "load", "start": 0, "end": 1})
+        page.reload()
+        expect(page.get_by_role("link", name="Is it fast?")).to_be_visible()
+
+
+def test_several_figures_of_several_runs_are_all_named_below_their_panel(
+    tmp_path: Path, run_dir: Path, page: Any
+) -> None:
+    others = [make_run(tmp_path / f"run-with-a-long-name-{k}", "[]") for k in range(3)]
+    for one in (run_dir, *others):
+        for step in (1, 2):
+            shares = {"actor": 0.25, "rollout": 0.5, "ref": 0.75}
+            append(one / "metrics.jsonl", {"step": step, "lineage": 0, "idle_fraction": shares})
+    with served(run_dir, *others) as address:
+        page.goto(address)
+        said = panel(page, "Idle").locator(".hover")
+        expect(said).to_contain_text("run-with-a-long-name-2 rollout 0.5")
+        assert said.evaluate("node => node.scrollWidth <= node.clientWidth")
+        assert len(set(said.locator("i").evaluate_all("marks => marks.map((mark) => mark.className)"))) == 3
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
