@@ -110,7 +110,7 @@ function duration(seconds) {
 }
 
 function swatch(colour, dash = 0) {
-  const mark = el("i", { class: dash ? "dash" + dash : null });
+  const mark = el("i", dash ? { class: "dash" + dash } : null);
   mark.style.color = colour;
   return mark;
 }
@@ -272,7 +272,8 @@ class Panel {
     const series = [{}], tables = [], bands = [];
     for (const curve of curves) {
       const alpha = curve.faint ? "55" : "";
-      const columns = [curve.xs, curve.ys];
+      // A copy: the run's own array grows, and what is drawn would seem to be a zoom into it.
+      const columns = [curve.xs.slice(), curve.ys];
       series.push({ label: curve.label, stroke: curve.colour + alpha, width: curve.faint ? 1 : 1.7, dash: DASHES[curve.dash],
         fill: curve.bars ? curve.colour + "88" : undefined, spanGaps: true,
         paths: curve.bars ? uPlot.paths.bars({ size: [0.7, 60] }) : undefined,
