@@ -444,7 +444,9 @@ function samplesPart() {
     el("p", { class: "note" }, "Whole conversations. Read the best and the worst: a high reward for nonsense is a loophole "
       + "in the reward, a low one for a right answer is a fault of it."), controls, told, rows);
   fill(controls, order, step, search, page.source.frozen ? null : el("button", { onclick: () => show(0) }, "read again"), back, on);
-  return { node, show: () => show(0), showFirst: () => rows.childElementCount || show(0) };
+  // What somebody may be reading stays until "read again".
+  const unread = () => skip === 0 && node.getBoundingClientRect().top > window.innerHeight;
+  return { node, show: () => show(0), showFirst: () => (!rows.childElementCount || unread()) && show(0) };
 }
 
 // Logs
