@@ -37,6 +37,7 @@ EPILOG = "Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 
     "--dry-run", is_flag=True, help="Check configuration, model and data, print the placement, start nothing."
 )
 @click.option("--view", is_flag=True, help="Also show the run on a local page while it goes on; prints its address.")
+@click.option("--control", is_flag=True, help="With --view: the page may also pause, save and stop the run.")
 @click.option("--quiet", "-q", is_flag=True, help="Print warnings and the end only.")
 @click.option(
     "--json-lines", is_flag=True, help="Print a JSON object per step, as in metrics.jsonl; all else on stderr."
@@ -55,6 +56,7 @@ def launch(
     head: str | None,
     dry_run: bool,
     view: bool,
+    control: bool,
     quiet: bool,
     json_lines: bool,
 ) -> None:
@@ -69,6 +71,8 @@ def launch(
     with errors_as_exits():
         if quiet and json_lines:
             raise ConfigError("--quiet: says nothing of steps, and --json-lines prints them; give one of them")
+        if control and not view:
+            raise ConfigError("--control: gives the page its buttons, and there is no page; add --view")
         source, overrides = _source(config, overrides, resumes=resume is not None)
         from launcher.process.progress import Output
 
@@ -101,7 +105,7 @@ def launch(
         if dry_run:
             click.echo(accepted.describe())
             return
-        exit_code = accepted.start(started_at, output, view=view)
+        exit_code = accepted.start(started_at, output, view=view, control=control)
     sys.exit(exit_code)
 
 

@@ -123,13 +123,16 @@ class Accepted:
             save=self.save,
         )
 
-    def start(self, started_at: float, output: "Output | None" = None, *, view: bool = False) -> int:
+    def start(
+        self, started_at: float, output: "Output | None" = None, *, view: bool = False, control: bool = False
+    ) -> int:
         """Write the run directory (or cut it back), run the job, return the exit code.
 
         Args:
             started_at: when the user's command started (unix time, s).
             output: what to print; None: lines.
             view: show the run on a page while it goes on.
+            control: the page has buttons that pause, save and stop the run.
         """
         from launcher.process.progress import Output, print_line
         from launcher.run.run_job import run_job
@@ -145,7 +148,9 @@ class Accepted:
         # Held before the cut: no other launcher may write meanwhile.
         with (
             held_run_dir(run_dir),
-            _viewed(run_dir, partial(print_line, err=output is Output.JSON)) if view else nullcontext(),
+            _viewed(run_dir, partial(print_line, err=output is Output.JSON), control=control)
+            if view
+            else nullcontext(),
         ):
             lineage = self._cut_back(output.say)
             try:
@@ -186,15 +191,15 @@ class Accepted:
 
 
 @contextmanager
-def _viewed(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _viewed(run_dir: Path, say: Callable[[str], None], *, control: bool) -> Iterator[None]:
     """Show a run on a page in a process of its own, which ends with this one and gets no Ctrl-C of its terminal."""
     child = (
         "import sys; from asyncflow.process import die_with_parent; die_with_parent(int(sys.argv[1])); "
-        "from launcher.cli.commands import main; main(['view', sys.argv[2]])"
+        "from launcher.cli.commands import main; main(sys.argv[2:])"
     )
     # -P: the working directory must not shadow our modules.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", child, str(os.getpid()), str(run_dir)],
+        [sys.executable, "-P", "-c", child, str(os.getpid()), "view", str(run_dir), *["--control"] * control],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
     )  # fmt: skip
     assert process.stdout is not None

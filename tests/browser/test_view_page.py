@@ -4,7 +4,10 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from asyncflow.clock import HostClock
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
+from asyncflow.run_files import JOB_FILE
 from launcher.run.status import RunEnd, RunStatus
 from launcher.view.report_page import write_report
 from launcher.view.run_reader import MOST_POINTS
@@ -26,6 +31,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")
 
 WAIT_MS = 30_000
+expect.set_options(timeout=WAIT_MS)
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"> \x1b[31mred \u202eright to left"
 
 
@@ -119,7 +125,7 @@ def test_a_finished_run_shows_its_curves_and_samples(run_dir: Path, page: Any) -
         assert "of 60 kept rollouts" in page.locator("body").inner_text()
         page.get_by_label("steps").fill("3")
         page.get_by_label("steps").press("Enter")
-        expect(page.locator("#page")).to_contain_text("of 2 kept rollouts", timeout=WAIT_MS)
+        expect(page.locator("#page")).to_contain_text("of 2 kept rollouts")
         assert page.locator("article.sample").count() == 2
 
 
@@ -184,18 +190,59 @@ def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
         expect(page.locator("article.sample details pre").first).to_contain_text("trained in step 1")
 
 
-def test_a_live_run_grows_without_a_reload(run_dir: Path, page: Any) -> None:
-    with served(run_dir) as address:
+@contextmanager
+def launched(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a run a launcher of this host: a process that waits until it is killed."""
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    job = {"clock": {"host": HostClock.from_wall_clock().host}, "launcher_pid": launcher.pid, "started_at": time.time()}
+    (run_dir / JOB_FILE).write_text(json.dumps(job))
+    with launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def drawn_steps(page: Any, title: str) -> list[float]:
+    """Return the first and the last step that a panel shows."""
+    find = "title => page.panels.find((one) => one.spec.title === title).plot.scales.x"
+    return [page.evaluate(f"{find}.{end}", title) for end in ("min", "max")]
+
+
+@pytest.mark.parametrize("end", ["done", "killed"])
+def test_a_live_run_grows_without_a_reload_until_it_ends(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(RunStatus, "read", lambda path: RunStatus(path, 0.0, (), {}))
+    state, header, now = (
+        page.locator("header .state"),
+        page.locator("header"),
+        page.get_by_role("link", name="What runs"),
+    )
+    with launched(run_dir) as launcher, served(run_dir) as address:
         page.goto(address)
-        expect(page.locator("#page")).to_contain_text("No step was finished", timeout=WAIT_MS)
+        expect(state).to_have_text("running")
+        expect(page.locator("#page")).to_contain_text("No step is finished yet")
         expect(page.get_by_role("link", name="Does it learn?")).to_be_hidden()
         add_steps(run_dir, 1, 4)
-        expect(page.locator("header")).to_contain_text("step 4", timeout=WAIT_MS)
+        expect(header).to_contain_text("step 4")
         expect(page.get_by_role("link", name="Does it learn?")).to_be_visible()
-        expect(page.get_by_role("link", name="What runs now?")).to_be_hidden()
-        assert curve_is_drawn(page, "Reward")
+        expect(now).to_be_visible()
+        assert curve_is_drawn(page, "Reward") and drawn_steps(page, "Reward") == [1, 4]
         add_steps(run_dir, 5, 9)
-        expect(page.locator("header")).to_contain_text("step 9", timeout=WAIT_MS)
+        expect(header).to_contain_text("step 9")
+        assert drawn_steps(page, "Reward") == [1, 9]
+        if end == "done":
+            RunEnd(run_dir, ["done (step 9/9)"], 0, 0.0).write()
+        launcher.kill()
+        launcher.wait()
+        expect(state).to_have_text(end)
+        expect(state).to_have_class(f"state {end}")
+        expect(now).to_be_hidden()
+        expect(header).not_to_contain_text("left")
+        told = "done (step 9/9)" if end == "done" else "ended without a word (step 9)"
+        expect(page.locator("section:has(#failures)")).to_contain_text(told)
+        assert drawn_steps(page, "Reward") == [1, 9]
 
 
 def test_what_a_run_says_is_text(run_dir: Path, page: Any) -> None:
@@ -212,7 +259,7 @@ def test_what_a_run_says_is_text(run_dir: Path, page: Any) -> None:
             page.get_by_label("order").select_option("best")
             page.wait_for_selector("article.sample img, article.sample:has-text('onerror')")
             page.get_by_text("logs of every process").click()
-            expect(page.locator("section:has(#failures) details pre")).to_contain_text("right to left", timeout=WAIT_MS)
+            expect(page.locator("section:has(#failures) details pre")).to_contain_text("right to left")
             assert page.locator("img").count() == 0
             assert page.title() != "owned"
             said = page.locator("body").inner_text()
@@ -230,7 +277,7 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
         page.wait_for_selector("article.sample")
         header = page.locator("header").inner_text()
         assert all(name in header for name in ("first", "second", "third"))
-        expect(page.locator("section:has(#settings)")).to_contain_text("seed", timeout=WAIT_MS)
+        expect(page.locator("section:has(#settings)")).to_contain_text("seed")
         page.get_by_label("run", exact=True).select_option("1")
         page.wait_for_selector("article.sample")
 
@@ -242,10 +289,44 @@ def test_an_empty_run_and_one_that_was_killed_say_so(tmp_path: Path, run_dir: Pa
     RunEnd(failed, ["failed (step 3): actor rank 0 failed: out of memory"], 1, 0.0).write()
     with served(run_dir, killed, failed) as address:
         page.goto(address)
-        expect(page.locator("header .state")).to_have_text(["killed", "killed", "failed"], timeout=WAIT_MS)
+        expect(page.locator("header .state")).to_have_text(["killed", "killed", "failed"])
+        says = ["first: ended without a word (step 0)", "killed: ended without a word (step 3)", "out of memory"]
+        expect(page.locator(".ended")).to_contain_text(says)
+        expect(page.locator(".ended").nth(1)).to_contain_text(f"resume with: asyncflow-launch --resume {killed}")
         page.get_by_label("run", exact=True).select_option("2")
         page.wait_for_selector("article.sample")
-        expect(page.locator("section:has(#failures)")).to_contain_text("out of memory", timeout=WAIT_MS)
+        expect(page.locator("section:has(#failures)")).to_contain_text("out of memory")
+
+
+def test_a_run_without_a_step_opens_its_logs_and_shows_no_empty_panels(run_dir: Path, page: Any) -> None:
+    (run_dir / "logs" / "launcher.log").write_text("checking the model\n")
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("section:has(#failures) details pre")).to_have_text("checking the model\n")
+        expect(page.locator("#page")).to_contain_text("no samples yet")
+        expect(page.get_by_role("link")).to_have_text(["What does it say?", "What failed?", "Settings"])
+        expect(page.get_by_label("order")).to_be_hidden()
+        (run_dir / "timeline").mkdir()
+        append(run_dir / "timeline" / "actor-0.jsonl", {"name": "load", "start": 0, "end": 1})
+        page.reload()
+        expect(page.get_by_role("link", name="Is it fast?")).to_be_visible()
+
+
+def test_several_figures_of_several_runs_are_all_named_below_their_panel(
+    tmp_path: Path, run_dir: Path, page: Any
+) -> None:
+    others = [make_run(tmp_path / f"run-with-a-long-name-{k}", "[]") for k in range(3)]
+    for one in (run_dir, *others):
+        for step in (1, 2):
+            shares = {"actor": 0.25, "rollout": 0.5, "ref": 0.75}
+            append(one / "metrics.jsonl", {"step": step, "lineage": 0, "idle_fraction": shares})
+    with served(run_dir, *others) as address:
+        page.goto(address)
+        said = panel(page, "Idle").locator(".hover")
+        expect(said).to_contain_text("run-with-a-long-name-2 rollout 0.5")
+        assert said.evaluate("node => node.scrollWidth <= node.clientWidth")
+        marks = said.locator("i").evaluate_all("marks => marks.map((mark) => mark.className)")
+        assert marks == ["", "dash1", "dash2"] * 4
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
@@ -253,7 +334,7 @@ def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with served(run_dir) as address:
         page.goto(address)
-        expect(page.locator("header")).to_contain_text("step 10000", timeout=WAIT_MS)
+        expect(page.locator("header")).to_contain_text("step 10000")
         assert curve_is_drawn(page, "Reward")
         assert page.evaluate("page.runs[0].steps.length") <= MOST_POINTS
 
@@ -282,14 +363,14 @@ def test_a_run_is_paused_and_goes_on_by_its_buttons(run_dir: Path, page: Any, mo
         page.goto(address)
         page.get_by_role("button", name="pause").click()
         pause[0] = "pausing until step 3 is trained, which was given out before"
-        expect(state).to_have_text("pausing", timeout=WAIT_MS)
+        expect(state).to_have_text("pausing")
         expect(page.locator("header")).to_contain_text("until step 3 is trained")
         pause[0] = "paused after step 3"
-        expect(state).to_have_text("paused", timeout=WAIT_MS)
+        expect(state).to_have_text("paused")
         expect(page.get_by_role("button", name="save after this step")).to_have_count(0)
         page.get_by_role("button", name="resume").click()
         pause[0] = ""
-        expect(state).to_have_text("running", timeout=WAIT_MS)
+        expect(state).to_have_text("running")
     assert asked == [PAUSE_SIGNAL, RESUME_SIGNAL]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import TransportError
-from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
+from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
 from asyncflow.run_files import list_checkpoints
 from launcher.run.status import RunStatus
 from launcher.timeline.run_timeline import RunTimeline
@@ -25,7 +25,9 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval
 def test_a_run_shows_its_page_saves_when_asked_and_its_rows_can_be_traced(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     run_dir = tmp_path / "run"
-    with command.started("--run-dir", "run", "--steps", "100000", "--view", *SMALL, cwd=tmp_path) as process:
+    with command.started(
+        "--run-dir", "run", "--steps", "100000", "--view", "--control", *SMALL, cwd=tmp_path
+    ) as process:
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(3)]
         assert said[:2] == ["asyncflow: reading the quickstart\n", f"run directory: {run_dir}\n"]
@@ -35,7 +37,8 @@ def test_a_run_shows_its_page_saves_when_asked_and_its_rows_can_be_traced(tmp_pa
             assert b"uPlot" in page.read()
         command.wait_until(lambda: command.last_step(run_dir) >= 3, "step 3")
         assert not list_checkpoints(run_dir)
-        process.send_signal(SAVE_SIGNAL)
+        save = urllib.request.Request(f"{address}api/save?run=0", headers={"X-AsyncFlow": "control"}, method="POST")
+        urllib.request.urlopen(save).close()
         command.wait_until(lambda: any((run_dir / "checkpoints").glob("*/meta.json")), "a checkpoint")
         saved = command.last_step(run_dir)
         command.wait_until(lambda: command.last_step(run_dir) > saved, "a step after it")

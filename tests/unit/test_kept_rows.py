@@ -10,7 +10,9 @@ import torch
 
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, Release
-from workers.records.samples import MOST_TOKENS, KeptGroups, LeaseLog, TrainedLog, rounded
+from workers.records.samples import MOST_TOKENS, KeptGroups, LeaseLog, SampleLog, TrainedLog, rounded
+from workers.rewards.scorer import ScoredResponse
+from workers.rows.finished import FinishedRollout
 from workers.rows.packed_rows import ROW_DRAWN, SAMPLE_DRAWN
 
 KEPT = KeptGroups(2, 8)  # groups 0, 1, 8, 9, ...
@@ -52,6 +54,57 @@ def test_a_full_disk_holds_up_no_lease(run_dir: Path) -> None:
     log.close()
 
 
+def rollout(index: int, versions: list[int], **more: Any) -> FinishedRollout:
+    size = len(versions)
+    return FinishedRollout(
+        index=index,
+        ticket=index,
+        tokens_T=torch.arange(1 + size),
+        sample_lengths=[1 + size],
+        response_mask_T=torch.tensor([0] + [1] * size, dtype=torch.uint8),
+        log_probs_A=torch.full((size,), -0.5),
+        versions_A=torch.tensor(versions, dtype=torch.int32),
+        truncated=False,
+        **more,
+    )
+
+
+def scored(text: str) -> ScoredResponse:
+    return ScoredResponse("1+1=", text, "2", 1.0, correct=True)
+
+
+def test_of_the_rollouts_of_a_put_the_kept_ones_are_written(run_dir: Path) -> None:
+    log = SampleLog(run_dir, "rollout-0", kept=KEPT)
+    rollouts = [rollout(10, [3, 3, 4]), rollout(11, [3]), rollout(12, []), rollout(13, [5] * (MOST_TOKENS + 1))]
+    log.write(rollouts, [scored(text) for text in "abcd"], [8, 2, 9, 1], step=2)
+    log.write([rollout(14, [3])], [scored("e")], [7], step=2)
+    log.close()
+    found = lines(run_dir / "samples" / "rollout-0.jsonl")
+    assert [(line["index"], line["group"], line["response"]) for line in found] == [
+        (10, 8, "a"),
+        (12, 9, "c"),
+        (13, 1, "d"),
+    ]
+    assert [line["version"] for line in found] == [3, None, 5]
+    assert [line["versions"] for line in found] == [[[3, 2], [4, 1]], [], [[5, MOST_TOKENS + 1]]]
+    assert [len(line["log_probs"]) for line in found] == [3, 0, MOST_TOKENS]
+    assert found[0]["log_probs"] == [-0.5] * 3 and found[0]["prompt"] == "1+1=" and found[0]["step"] == 2
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("content", [Text("hi"), "half of a pair: \ud83d", {None: 1}])
+def test_what_users_functions_return_costs_no_line(run_dir: Path, content: object) -> None:
+    log = SampleLog(run_dir, "rollout-0", kept=KEPT)
+    talk = [{"role": "user", "content": content}]
+    log.write([rollout(10, [3], conversations=[talk]), rollout(11, [3])], [scored("a"), scored("b")], [0, 0], step=1)
+    log.close()
+    first, second = lines(run_dir / "samples" / "rollout-0.jsonl")
+    assert first["conversations"][0][0]["role"] == "user" and second["response"] == "b"
+
+
 def batch(drawn: list[int], of_row: list[int], groups: list[int]) -> PackedBatch:
     columns = {SAMPLE_DRAWN: Column.of_scalars(torch.tensor(drawn)), ROW_DRAWN: Column.of_scalars(torch.tensor(of_row))}
     return PackedBatch(tuple(range(100, 100 + len(drawn))), columns, tuple(groups))
@@ -74,4 +127,4 @@ def test_the_trainers_log_probabilities_go_to_their_rows(run_dir: Path) -> None:
 
 
 def test_rounding_keeps_json_valid() -> None:
-    assert rounded(torch.tensor([-0.00004, -math.inf, math.nan, -12.34567])) == [-0.0, None, None, -12.3457]
+    assert rounded([-0.00004, -math.inf, math.nan, -12.34567]) == [0.0, None, None, -12.3457]

@@ -15,12 +15,13 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ MOST_TOKENS = 256
 # Leases wait in memory for the disk, and later ones are dropped; returned rows are known if they are among so many.
 _MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` would make one for each line
+_encoder = msgspec.json.Encoder()
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,10 @@ class KeptGroups:
     shown: int
     groups_per_step: int
 
-    def __contains__(self, group: int) -> bool:
-        return group % self.groups_per_step < self.shown
+    def find_places(self, groups: Sequence[int]) -> list[int]:
+        """Return the places of rows of kept groups; `groups`: each row's."""
+        size, shown = self.groups_per_step, self.shown
+        return [place for place, group in enumerate(groups) if group % size < shown]
 
 
 def kept_groups(config: RunConfig) -> KeptGroups:
@@ -71,15 +74,29 @@ class SampleLog:
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
         self._kept = kept
 
-    def write(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> None:
-        if group not in self._kept or self._file.closed:
+    def write(
+        self, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse], groups: Sequence[int], *, step: int
+    ) -> None:
+        """Write those of kept groups, all at once; `groups`: each rollout's."""
+        places = self._kept.find_places(groups)
+        if not places or self._file.closed:
             return
+        lines = [_encode(self._line(rollouts[k], scores[k], step=step, group=groups[k])) for k in places]
+        try:
+            self._file.write(b"".join(lines))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("samples: %s; this process shows no more", error)
+            self.close()
+
+    def _line(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> dict[str, Any]:
+        versions = version_spans(rollout.versions_A)
         line: dict[str, Any] = {
             "step": step,
             "group": group,
             "index": rollout.index,
-            "version": int(rollout.versions_A[0]) if len(rollout.versions_A) else None,
-            "versions": version_spans(rollout.versions_A),
+            "version": versions[0][0] if versions else None,
+            "versions": versions,
             "prompt": scored.prompt,
             "response": scored.response,
             "ground_truth": scored.ground_truth,
@@ -88,7 +105,7 @@ class SampleLog:
             **({"turn_rewards": list(scored.turn_rewards)} if scored.turn_rewards else {}),
             "response_tokens": rollout.log_probs_A.numel(),
             "truncated": rollout.truncated,
-            "log_probs": rounded(rollout.log_probs_A),
+            "log_probs": rounded(rollout.log_probs_A[:MOST_TOKENS].tolist()),
         }
         if self._tokenizer is not None:
             line["tokens"] = [self._text_of(token) for token in rollout.drawn[:MOST_TOKENS].tolist()]
@@ -100,12 +117,7 @@ class SampleLog:
                 "tool_s": round(rollout.tool_s, 3),
                 "metrics": dict(rollout.metrics),
             }
-        try:
-            self._file.write(_encode(line).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            logger.warning("samples: %s; this process shows no more", error)
-            self.close()
+        return line
 
     def _text_of(self, token: int) -> str:
         if token not in self._texts:
@@ -135,7 +147,7 @@ class LeaseLog:
         self._thread.start()
 
     def note_lease(self, grant: LeaseGrant, owner: str) -> None:
-        rows = [row for row, group in zip(grant.rows, grant.groups, strict=True) if group in self._kept]
+        rows = [grant.rows[place] for place in self._kept.find_places(grant.groups)]
         if not rows:
             return
         with self._lock:
@@ -164,7 +176,7 @@ class LeaseLog:
     def _write_until_closed(self) -> None:
         try:
             while (line := self._waiting.get()) is not None:
-                self._file.write(json.dumps(line).encode() + b"\n")
+                self._file.write(_encode(line))
                 self._file.flush()
         except OSError as error:
             logger.warning("leases: %s; this process writes no more", error)
@@ -173,11 +185,12 @@ class LeaseLog:
 
 
 @dataclass(frozen=True)
-class TrainedRow:
-    """What the trainer computed for a kept row before the step's first update."""
+class TrainedRows:
+    """What the trainer computed for the kept rows of a micro-batch before the step's first update."""
 
-    index: int
-    log_probs_A: Tensor  # float32 [A], on the device; at most MOST_TOKENS
+    indices: Sequence[int]
+    lengths: Sequence[int]  # tokens of each, at most MOST_TOKENS
+    log_probs_A: Tensor  # float32 [A], one row after the other, on the device
 
 
 class TrainedLog:
@@ -187,33 +200,33 @@ class TrainedLog:
         self._file = open_spare(run_dir / TRACE / f"trained-{rank}.jsonl", what="log-probabilities", loss="writes none")
         self.kept = kept
 
-    def find_rows(self, batch: PackedBatch, log_probs_A: Tensor) -> list[TrainedRow]:
-        """Return the kept rows of a micro-batch of samples, without waiting for the device.
+    def find_rows(self, batch: PackedBatch, log_probs_A: Tensor) -> list[TrainedRows]:
+        """Return the kept rows of a micro-batch of samples, if there are any, without waiting for the device.
 
         A row of several samples is left out: these may be in several micro-batches, in any order.
         """
-        if not batch.groups:
+        if not (places := self.kept.find_places(batch.groups)):
             return []
         drawn, of_row = batch[SAMPLE_DRAWN].values.tolist(), batch[ROW_DRAWN].values.tolist()
-        rows, begin = [], 0
-        for place, (number, whole) in enumerate(zip(drawn, of_row, strict=True)):
-            if number == whole and number and batch.groups[place] in self.kept:
-                part = log_probs_A[begin : begin + min(number, MOST_TOKENS)]
-                rows.append(TrainedRow(batch.indices[place], part.clone()))
-            begin += number
-        return rows
+        places = [place for place in places if 0 < drawn[place] == of_row[place]]
+        if not places:
+            return []
+        begins = list(itertools.accumulate(drawn, initial=0))
+        lengths = [min(drawn[place], MOST_TOKENS) for place in places]
+        parts = [log_probs_A[begins[place] : begins[place] + size] for place, size in zip(places, lengths, strict=True)]
+        # A copy: a compiled model may write its next results where these are.
+        return [TrainedRows([batch.indices[place] for place in places], lengths, torch.cat(parts))]
 
-    def write(self, rows: Iterable[TrainedRow], *, step: int, lineage: int, time_s: float) -> None:
-        rows = list(rows)
-        if not rows or self._file.closed:
+    def write(self, found: Sequence[TrainedRows], *, step: int, lineage: int, time_s: float) -> None:
+        if not found or self._file.closed:
             return
-        values = rounded(torch.cat([row.log_probs_A for row in rows]), len(rows) * MOST_TOKENS)  # one transfer
-        begin, lines = 0, []
-        for row in rows:
-            part = values[begin : begin + len(row.log_probs_A)]
-            begin += len(part)
-            said = {"index": row.index, "step": step, "lineage": lineage, "time_s": round(time_s, 3)}
-            lines.append(json.dumps({**said, "log_probs": part}).encode() + b"\n")
+        values = iter(rounded(torch.cat([rows.log_probs_A for rows in found]).tolist()))  # one transfer
+        said = {"step": step, "lineage": lineage, "time_s": round(time_s, 3)}
+        lines = [
+            _encode({"index": index, **said, "log_probs": list(itertools.islice(values, size))})
+            for rows in found
+            for index, size in zip(rows.indices, rows.lengths, strict=True)
+        ]
         try:
             self._file.write(b"".join(lines))
             self._file.flush()
@@ -226,16 +239,24 @@ class TrainedLog:
             self._file.close()
 
 
-def rounded(log_probs_A: Tensor, most: int = MOST_TOKENS) -> list[float | None]:
-    """Return the first log-probabilities with four decimals; None: not a number."""
-    values = (log_probs_A[:most].double() * 1e4).round().tolist()
-    return [value / 1e4 if abs(value) < 1e12 else None for value in values]
+def _encode(line: dict[str, Any]) -> bytes:
+    try:
+        return _encoder.encode(line) + b"\n"
+    except (TypeError, UnicodeEncodeError):  # what users' code returned: a subclass of str, half a surrogate pair
+        return json.dumps(line).encode() + b"\n"
+
+
+# Rows are short and many: in plain Python these take a tenth of the time of operations on small tensors.
+
+
+def rounded(log_probs: Sequence[float]) -> list[float | None]:
+    """Return log-probabilities with four decimals; None: not a number."""
+    return [round(value * 1e4) / 1e4 if abs(value) < 1e8 else None for value in log_probs]
 
 
 def version_spans(versions_A: Tensor) -> list[list[int]]:
     """Return [version, tokens] of each run of drawn tokens (int32 [A]) from the same weights, in response order."""
-    versions, counts = versions_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]
+    return [[version, len(list(run))] for version, run in itertools.groupby(versions_A.tolist())]
 
 
 def token_runs(rollout: FinishedRollout, tokenizer: Any) -> list[list[tuple[int, str]]]:

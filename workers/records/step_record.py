@@ -27,7 +27,7 @@ from workers.rank.context import WorkerContext
 from workers.records.ledger import refill_lines
 from workers.records.log_prob_gap import LogProbGap
 from workers.records.outside_metrics import OutsideMetrics
-from workers.records.samples import TrainedRow
+from workers.records.samples import TrainedRows
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.base import FailedShare
 from workers.settings.dataflow import OBSERVERS, SERVICES, roles_on_device
@@ -121,7 +121,7 @@ class StepRecord:
     stopped: bool = False  # A stop came instead of publishing; rank, then any
     save_wanted: bool = False  # The queue is full of trained rows that wait for a checkpoint; rank, then any
     critic_report: Mapping[str, float] = field(default_factory=dict)  # Metrics of a critic in a role of its own
-    kept: list[TrainedRow] = field(default_factory=list)  # Rows of this rank that are written down
+    kept: list[TrainedRows] = field(default_factory=list)  # Rows of this rank that are written down
     # Results of losses that are still on the device; see `fetch`
     on_device: list[tuple[TrainedModel, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(
         default_factory=list

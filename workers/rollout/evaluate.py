@@ -200,9 +200,7 @@ class Evaluator:
             answered.append((one, scored))
         self._lines.write([line_of_sets(lines, seconds=time.monotonic() - began)])
         for one, scored in answered:
-            for rollout, score in sorted(scored, key=lambda each: each[0].index):
-                group = one.first_group + one.prompt_of(rollout.index)
-                self._samples.write(rollout, score.result(), step=version.step, group=group)
+            self._write_samples(one, sorted(scored, key=lambda each: each[0].index), version)
 
     def write_answers(self, lines: JsonLines) -> None:
         """Answer all sets with the weights that the engine has; a line per response, none if the run stops. Raises
@@ -218,9 +216,12 @@ class Evaluator:
             )
             answers = sorted(scored, key=lambda each: each[0].index)
             lines.write([asdict(Answer.from_scored(one, rollout, score.result())) for rollout, score in answers])
-            for rollout, score in answers:
-                group = one.first_group + one.prompt_of(rollout.index)
-                self._samples.write(rollout, score.result(), step=version.step, group=group)
+            self._write_samples(one, answers, version)
+
+    def _write_samples(self, one: "HeldOut", answers: Sequence[_Scored], version: Version) -> None:
+        rollouts = [rollout for rollout, _ in answers]
+        groups = [one.first_group + one.prompt_of(rollout.index) for rollout in rollouts]
+        self._samples.write(rollouts, [score.result() for _, score in answers], groups, step=version.step)
 
     def _answer(self, one: "HeldOut", version: Version) -> list[_Scored] | None:
         """Answer a set with the loaded weights; None: the run stops."""

@@ -254,8 +254,8 @@ class Outbox:
     def _write_samples(
         self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
     ) -> None:
-        for rollout, score in zip(rollouts, scores, strict=True):
-            self._samples.write(rollout, score, step=lease.partition, group=lease.group_of(rollout.index))
+        groups = [lease.group_of(rollout.index) for rollout in rollouts]
+        self._samples.write(rollouts, scores, groups, step=lease.partition)
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,9 @@ function duration(seconds) {
   return minutes ? minutes + " min " + (whole % 60) + " s" : whole + " s";
 }
 
-function swatch(colour) {
-  const mark = document.createElement("i");
-  mark.style.background = colour;
+function swatch(colour, dash = 0) {
+  const mark = el("i", dash ? { class: "dash" + dash } : null);
+  mark.style.color = colour;
   return mark;
 }
 
@@ -238,8 +238,8 @@ class Panel {
         if (!ys.some((value) => value !== null && value !== undefined)) return;
         more.few = ys.filter((value) => value !== null && value !== undefined).length < 3;
         const label = (several ? run.now.name + " " : "") + (several && number === 0 && this.single ? "" : name);
-        const colour = COLOURS[(several ? place : number) % COLOURS.length];
-        found.push({ label: label.trim(), colour, dash: several ? DASHES[number % DASHES.length] : [], xs, ys, ...more });
+        const colour = COLOURS[(several ? place : number) % COLOURS.length], dash = several ? number % DASHES.length : 0;
+        found.push({ label: label.trim(), colour, dash, xs, ys, ...more });
       };
       if (this.spec.histogram) {
         if (place !== page.current) return;
@@ -272,8 +272,9 @@ class Panel {
     const series = [{}], tables = [], bands = [];
     for (const curve of curves) {
       const alpha = curve.faint ? "55" : "";
-      const columns = [curve.xs, curve.ys];
-      series.push({ label: curve.label, stroke: curve.colour + alpha, width: curve.faint ? 1 : 1.7, dash: curve.dash,
+      // A copy: the run's own array grows, and what is drawn would seem to be a zoom into it.
+      const columns = [curve.xs.slice(), curve.ys];
+      series.push({ label: curve.label, stroke: curve.colour + alpha, width: curve.faint ? 1 : 1.7, dash: DASHES[curve.dash],
         fill: curve.bars ? curve.colour + "88" : undefined, spanGaps: true,
         paths: curve.bars ? uPlot.paths.bars({ size: [0.7, 60] }) : undefined,
         points: { show: curve.bars ? false : curve.points || curve.few ? true : undefined, size: 5 }, curve });
@@ -308,7 +309,7 @@ class Panel {
     const values = (plot, splits) => splits.map((value) => number(value));
     return {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
-      scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = Math.max(0.5, (high - low) * 0.03);
+      scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
       axes: [{ ...axis, label: bars ? " " : "step", incrs: whole ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
         { ...axis, size: 56, values }],
@@ -327,7 +328,8 @@ class Panel {
       const column = data[place];
       let at = inside ? index : column.length - 1;
       while (at >= 0 && (column[at] === null || column[at] === undefined)) at--;
-      if (at >= 0 && (inside || !one.curve.bars)) parts.push(swatch(one.curve.colour), (one.curve.bars ? "" : one.label + " ") + number(column[at]));
+      if (at >= 0 && (inside || !one.curve.bars)) parts.push(el("span", null, swatch(one.curve.colour, one.curve.dash),
+        (one.curve.bars ? "" : one.label + " ") + number(column[at])));
     });
     const place = inside ? data[0][index] : null;
     const prefix = series.some((one) => one.curve && one.curve.bars) ? (inside ? number(place) + ": " : "point at a bar")
@@ -416,7 +418,7 @@ function samplesPart() {
   const search = el("input", { type: "search", placeholder: "search prompts, responses, conversations", "aria-label": "search" });
   const order = el("select", { "aria-label": "order" }, [["newest", "newest first"], ["best", "highest reward first"],
     ["worst", "lowest reward first"]].map(([value, label]) => el("option", { value }, label)));
-  const rows = el("div", { class: "rows" }), told = el("span", { class: "note" });
+  const rows = el("div", { class: "rows" }), told = el("span", { class: "note" }), controls = el("div", { class: "controls" });
   let skip = 0, asked = 0;
   async function show(from) {
     skip = Math.max(0, from);
@@ -428,6 +430,7 @@ function samplesPart() {
     } catch (error) { told.textContent = "no samples: " + error.message; return; }
     if (mine !== asked) return;  // a later question is under way
     fill(rows, found.rows.map(sampleNode));
+    controls.hidden = !found.steps;
     told.textContent = !found.steps ? "no samples yet; see rollout.samples_per_step"
       : `${found.total ? skip + 1 : 0} to ${Math.min(skip + PER_PAGE, found.total)} of ${found.total} kept rollouts, `
         + `of steps ${found.steps[0]} to ${found.steps[1]}` + (page.source.frozen ? "; all kept ones: asyncflow view" : "");
@@ -439,10 +442,11 @@ function samplesPart() {
   for (const input of [step, search, order]) input.addEventListener("change", () => show(0));
   const node = el("section", null, el("h2", { id: "samples" }, "What does it say?"),
     el("p", { class: "note" }, "Whole conversations. Read the best and the worst: a high reward for nonsense is a loophole "
-      + "in the reward, a low one for a right answer is a fault of it."),
-    el("div", { class: "controls" }, order, step, search, page.source.frozen ? null
-      : el("button", { onclick: () => show(0) }, "read again"), back, on), told, rows);
-  return { node, show: () => show(0), showFirst: () => rows.childElementCount || show(0) };
+      + "in the reward, a low one for a right answer is a fault of it."), controls, told, rows);
+  fill(controls, order, step, search, page.source.frozen ? null : el("button", { onclick: () => show(0) }, "read again"), back, on);
+  // What somebody may be reading stays until "read again".
+  const unread = () => skip === 0 && node.getBoundingClientRect().top > window.innerHeight;
+  return { node, show: () => show(0), showFirst: () => (!rows.childElementCount || unread()) && show(0) };
 }
 
 // Logs
@@ -471,7 +475,7 @@ function logsPart() {
   const details = el("details", { ontoggle: () => details.open && list() },
     el("summary", null, "logs of every process, with what your own functions print"),
     el("div", { class: "controls" }, choice), text);
-  return { node: details, update: () => details.open && !page.source.frozen && read(false), show: () => details.open && list() };
+  return { node: details, open: () => { details.open = true; }, update: () => details.open && !page.source.frozen && read(false), show: () => details.open && list() };
 }
 
 // Where the time went, the plan, what runs now, failures, settings
@@ -512,6 +516,7 @@ function timelinePart() {
     try { found = await page.source.timeline(page.current, last.value); } catch { return; }
     if (!found) return;
     why.textContent = found.why || ""; canvas.hidden = Boolean(found.why);
+    node.hidden = canvas.hidden && !page.runs[page.current].now.step;
     if (found.why) return;
     const whole = !known || (view[0] === 0 && view[1] === known.end);
     if (!whole && dragged === null) view = view.map((time) => time + known.origin - found.origin);  // the same moments
@@ -547,13 +552,14 @@ function timelinePart() {
     el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. `asyncflow timeline` draws the whole run."));
   return { node, show, showNewest: () => {
     const { top, bottom } = node.getBoundingClientRect();
-    if (dragged === null && bottom > 0 && top < window.innerHeight) show();
+    if (node.hidden || (dragged === null && bottom > 0 && top < window.innerHeight)) return show();
   } };
 }
 
 async function showAccount(node) {
   let account;
   try { account = await page.source.account(page.current); } catch { return; }
+  node.parentNode.hidden = Boolean(account.why) && !page.runs[page.current].now.step;
   if (account.why) { fill(node, el("p", { class: "note" }, account.why)); return; }
   const shades = shadesOf(account.categories);
   const rows = Object.entries(account.roles).map(([role, shares]) => {
@@ -676,6 +682,15 @@ function controlButtons(name, place, state) {
   ];
 }
 
+/** How runs ended that did not end by themselves, with how to go on; the report has it in its summary. */
+function endings() {
+  if (page.source.frozen) return [];
+  return page.runs.filter((run) => ["killed", "failed"].includes(run.now.state) && run.now.end).map((run) => {
+    const lines = run.now.end.lines, resume = lines.find((line) => line.startsWith("resume with: ")) || "";
+    return el("div", { class: "problem ended" }, (page.runs.length > 1 ? run.now.name + ": " : "") + [lines[lines.length - 1], resume].join("\n").trim());
+  });
+}
+
 function cards() {
   if (page.runs.length > 1) {
     const known = CARDS.filter(([name]) => page.runs.some((run) => (run.now.newest || {})[name] !== undefined));
@@ -723,7 +738,14 @@ function build(root) {
     el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, logs.node),
     el("section", null, el("h2", { id: "settings" }, "Settings"), settings), el("section", null, el("h2", null, "The rest"), rest));
 
-  function details() { showAccount(account); timeline.show(); samples.show(); logs.show(); }
+  async function details() {
+    samples.show(); logs.show();
+    await showTimes(timeline.show);
+  }
+  async function showTimes(showTimeline) {
+    await Promise.all([showAccount(account), showTimeline()]);
+    hideEmpty(); updateLinks();
+  }
   function addOthers() {
     const names = [...new Set(page.runs.flatMap((run) => Object.keys(run.values)))].sort();
     for (const name of names) {
@@ -735,7 +757,11 @@ function build(root) {
   function updatePanels() {
     for (const { node } of sections) node.hidden = false;  // a hidden panel has no width to draw in
     for (const panel of page.panels) panel.update();
-    for (const { node, panels, extra } of sections) node.hidden = !extra && panels.every((panel) => panel.node.hidden);
+    hideEmpty();
+  }
+  function hideEmpty() {
+    for (const { node, panels, extra } of sections) node.hidden = panels.every((panel) => panel.node.hidden)
+      && (!extra || [...extra.children].every((child) => child.hidden || !child.childElementCount));
   }
   /** Links to what is there: a run that has ended does nothing now, and one without steps has no curves. */
   function updateLinks() {
@@ -761,7 +787,7 @@ function build(root) {
     if (first) fill(runs, heads);
     if (first) fill(choice, page.runs.map((run, place) => el("option", { value: place }, run.now.name)));
     chooser.hidden = page.runs.length < 2;
-    fill(top, cards());
+    fill(top, endings(), cards());
     addOthers();
     updatePanels();
     const run = page.runs[page.current], open = [...now.querySelectorAll("details")].map((one) => one.open);
@@ -770,11 +796,14 @@ function build(root) {
     fill(plan, planNode(run));
     fill(failures, failuresNode(run));
     logs.update();
-    if (++updates % 5 === 0 && run.now.state === "running") timeline.showNewest();
+    if (first && run.now.end && !run.now.step) logs.open();
     const states = page.runs.map((one) => one.now.state).join();
     if (first) showSettings(settings);
     if (first || states !== finished) details();
-    else if (updates % 15 === 0 && run.now.state === "running") { showAccount(account); samples.showFirst(); }
+    else if (run.now.state === "running" && ++updates % 5 === 0) {
+      if (updates % 15) timeline.showNewest();
+      else { samples.showFirst(); showTimes(timeline.showNewest); }
+    }
     updateLinks();
     first = false; finished = states;
   }

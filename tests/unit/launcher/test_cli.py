@@ -114,6 +114,7 @@ def test_a_start_says_what_it_reads_and_where_the_run_will_be_before_it_checks(
 def test_a_page_that_cannot_be_shown_is_refused_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncflow.extras.is_installed", lambda name: False)
     assert "--view: aiohttp is not installed; pip install" in refuse(tmp_path, "--view")
+    assert refuse(tmp_path, "--control").endswith("there is no page; add --view")
 
 
 @pytest.mark.parametrize(
