@@ -307,8 +307,9 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         ConfigError: the run is still running; its last step is already reached; a setting that decides which prompt
-            a group has, the data, the model, its tokenizer or a model that scores has changed; ledger, metrics or evaluations are
-            unreadable; the sampler's state is missing; or the ledger does not name the groups that were trained.
+            a group has, the data, the model, its tokenizer or a model that scores has changed; ledger, metrics or
+            evaluations are unreadable; the sampler's state is missing; or the ledger does not name the groups that were
+            trained.
     """
     check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:

@@ -18,6 +18,8 @@ from . import command
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart"
 SIZE = 4
+DEADLINE_S = 270
+"""Of one run, also on a machine that others use."""
 SHARPER = {"small": 1.5, "large": 0.5, "reference": 0.8}
 """Model -> how much larger its logits are than the policy's; the first two teach the sums of these sizes."""
 
@@ -91,12 +93,16 @@ def test_rows_have_their_own_teacher_and_reference_though_both_are_killed_and_th
     recipe = ("quickstart", *given, *placed)
     with command.started(*recipe, "--steps", "100000", cwd=tmp_path) as process:
         for step, gang in ((2, "teacher-0"), (4, "ref-0")):
-            command.wait_until(lambda step=step: command.last_step(run_dir) >= step, f"step {step}")  # type: ignore[misc]
+            command.wait_until(
+                lambda step=step: command.last_step(run_dir) >= step,  # type: ignore[misc]
+                f"step {step}",
+                deadline_s=DEADLINE_S,
+            )
             command.kill_gang(process.pid, run_dir, gang)
         came = command.last_step(run_dir)
-        command.wait_until(lambda: command.last_step(run_dir) >= came + 3, "three more steps")
+        command.wait_until(lambda: command.last_step(run_dir) >= came + 3, "three more steps", deadline_s=DEADLINE_S)
         process.terminate()
-        out, err = process.communicate(timeout=command.DEADLINE_S)
+        out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 75, err
     for role in ("teacher", "ref"):
         assert f"{role} rank 0 failed: ended by SIGKILL; it starts again" in out
@@ -107,12 +113,12 @@ def test_rows_have_their_own_teacher_and_reference_though_both_are_killed_and_th
     shutil.move(models["large"], tmp_path / "kept")
     make_model(models["large"], 2.0)
     last = stopped + 3
-    refused = command.run("--resume", "run", "--steps", str(last), cwd=tmp_path)
+    refused = command.run("--resume", "run", "--steps", str(last), cwd=tmp_path, deadline_s=DEADLINE_S)
     assert refused.returncode == 2
     assert "teacher.sources.large.path: " in refused.stderr and "has other weights than the run began" in refused.stderr
     shutil.rmtree(models["large"])
     shutil.move(tmp_path / "kept", models["large"])
-    resumed = command.run("--resume", "run", "--steps", str(last), cwd=tmp_path)
+    resumed = command.run("--resume", "run", "--steps", str(last), cwd=tmp_path, deadline_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stderr
 
     command.check_ledger(run_dir, groups_per_step=SIZE, last=last)
