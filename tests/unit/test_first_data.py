@@ -111,6 +111,9 @@ def test_model_that_scores_and_starts_again_with_other_weights_is_refused(
     with pytest.raises(ConfigError, match=r"^teacher.sources.hard.path: .*two has other weights than the run began"):
         started.check_weights("teacher_log_probs")
     assert started.first_weights() == began, "for checkpoints, too"
+    (teachers["one"] / "model.safetensors").unlink()
+    assert started.first_weights() == began, "a trainer that starts again needs no teacher's files"
+    shutil.copy(QUICKSTART / "model.safetensors", teachers["one"])
 
     resumed = context(SealedStore(HashStore(), b"secret"), tmp_path / "data.jsonl", resume_from="step_000005")
     resumed.config = started.config

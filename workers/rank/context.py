@@ -160,7 +160,10 @@ class WorkerContext:
         return {path: saved.get(path) or self._first_weights_in(path) for path in self.config.scoring_models.values()}
 
     def _first_weights_in(self, path: str) -> str:
-        return self.said_first(f"weights/{path}", weights_fingerprint(Path(path)))
+        key = f"weights/{path}"
+        # Who only wants to know what others found needs no model there any more.
+        said = self._store.get_existing([f"first/{key}"])
+        return next(iter(said.values())).decode() if said else self.said_first(key, weights_fingerprint(Path(path)))
 
     def check_weights(self, *tasks: str) -> None:
         """Raise ConfigError if a model that one of the tasks scores with has other weights than when the run began: a
