@@ -57,6 +57,9 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_files: dict[str, str] = {}
     # With `lora`, of the base's values (`workers.data.model_files.weights_fingerprint`): the shards lack them.
     weights_fingerprint: str = ""
+    # Directory -> the same of each model that scores and is not trained (`RunConfig.scoring_models`), when the run
+    # began. Columns of finished samples are theirs.
+    scoring_weights: dict[str, str] = {}
     format: int = FORMAT  # of this file
 
     @staticmethod

@@ -36,8 +36,13 @@ With `--only` these parts, each a few minutes at most but for the first:
     distill      distill_steps_x        median over seeds of the steps to an accuracy of 0.95 with a teacher's 8
                                         likeliest tokens (`algorithm.top_k`) / by GRPO; both otherwise with the
                                         quickstart's own settings, the teacher trained first by GRPO (seed 1000)
+                 distill_steps_x_two    the same with two responses to a prompt, not sixteen; such runs of GRPO have
+                                        `FEW_STEPS` steps
                  grpo_steps,            medians of the steps themselves; a run that never comes so far counts as one
-                 distill_steps          step more than it has
+                 distill_steps, ...two  step more than it has. The accuracy is that of the last 512 responses, which
+                                        are one step's or, with two to a prompt, eight steps'
+                 answers_steps          steps of the same model and optimizer to the same accuracy by cross entropy of
+                                        the right answers to all prompts of the data: what the step size allows
                  teacher_accuracy       of the teacher's last 5 steps
 
 `async_wall_x` is a figure of `python benchmarks/papers stability`.
@@ -83,6 +88,8 @@ STEPS_AT_MOST = {"dapo": 35}
 """DAPO leaves out groups whose responses are all right: a run ends once nine of ten are."""
 LAST_STEPS = 5
 TARGET = 0.95
+QUICKSTART_RESPONSES, FEW_RESPONSES = 16, 2
+FEW_STEPS = 90
 TEACHER_SEED = 1000
 LITTLE_KEPT = ("rollout.samples_per_step=0", "checkpoint.interval=0")
 CURVES = {
@@ -102,13 +109,16 @@ def train(
     algorithm: str = "grpo",
     mini_batches: int = 1,
     teacher: Path | None = None,
+    responses: int = QUICKSTART_RESPONSES,
 ) -> Metrics:
-    """Run the quickstart under a schedule, with one of `ALGORITHMS`, or with a teacher; returns its metrics.
+    """Run the quickstart under a schedule, with one of `ALGORITHMS`, or with a teacher, and so many responses to a
+    prompt; returns its metrics.
 
     Raises:
         SystemExit: the run failed; says what it printed.
     """
     settings = [*schedule_settings(schedule), f"seed={seed}", *LITTLE_KEPT, f"actor.num_mini_batches={mini_batches}",
+                f"schedule.n_samples_per_prompt={responses}",
                 *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
     if teacher is not None:
         settings += ["algorithm={name: distill, top_k: 8}", f"ref.path={teacher}"]
@@ -150,28 +160,84 @@ def table_of(runs: Mapping[tuple[str, str], Sequence[Metrics]]) -> dict[str, flo
 
 
 def distill(seeds: int, steps: int) -> dict[str, float]:
-    """Train a teacher, then students of as many seeds with and without it."""
-    alone, with_teacher = [], []
+    """Train a teacher, then students of as many seeds with and without it, on many responses and on few."""
+    found: dict[str, list[int]] = {name: [] for name in ("grpo", "distill", "grpo_two", "distill_two")}
     with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
         directory = Path(temporary)
         taught = train(directory / "teacher", "async1", seed=TEACHER_SEED, steps=steps)
         teacher = directory / "teacher" / "checkpoints" / f"step_{steps:06d}" / "hf"
         for seed in range(seeds):
-            alone.append(_steps_to_target(train(directory / f"grpo-{seed}", "async1", seed=seed, steps=steps)))
-            student = train(directory / f"distill-{seed}", "async1", seed=seed, steps=steps, teacher=teacher)
-            with_teacher.append(_steps_to_target(student))
-            say_when(f"distill: seed {seed}: grpo {alone[-1]} steps, distill {with_teacher[-1]}")
-    return {
-        "teacher_accuracy": _final_accuracy(taught),
-        "grpo_steps": statistics.median(alone),
-        "distill_steps": statistics.median(with_teacher),
-        "distill_steps_x": statistics.median(b / a for a, b in zip(alone, with_teacher, strict=True)),
+            for name, reached in found.items():
+                responses = FEW_RESPONSES if name.endswith("_two") else QUICKSTART_RESPONSES
+                metrics = train(
+                    directory / f"{name}-{seed}", "async1", seed=seed, responses=responses,
+                    steps=FEW_STEPS if name == "grpo_two" else steps,
+                    teacher=teacher if name.startswith("distill") else None,
+                )  # fmt: skip
+                reached.append(steps_to_target(metrics, window=QUICKSTART_RESPONSES // responses))
+            say_when(f"distill: seed {seed}: " + ", ".join(f"{name} {of[-1]}" for name, of in found.items()))
+    ratios = {
+        f"distill_steps_x{kind}": statistics.median(
+            b / a for a, b in zip(found[f"grpo{kind}"], found[f"distill{kind}"], strict=True)
+        )
+        for kind in ("", "_two")
     }
+    names = ("grpo_steps", "distill_steps", "grpo_steps_two", "distill_steps_two")
+    medians = dict(zip(names, map(statistics.median, found.values()), strict=True))
+    return {**ratios, **medians, "answers_steps": answers_steps(), "teacher_accuracy": _final_accuracy(taught)}
 
 
-def _steps_to_target(metrics: Metrics) -> int:
-    reached = (int(line["step"]) for line in metrics if float(line["accuracy"]) >= TARGET)
-    return next(reached, len(metrics) + 1)
+def steps_to_target(metrics: Metrics, *, window: int) -> int:
+    """Return the first step whose last `window` steps, itself included, are `TARGET` right together, or one step more
+    than there are."""
+    accuracies = [float(line["accuracy"]) for line in metrics]
+    ends = range(window, len(accuracies) + 1)
+    return next(
+        (end for end in ends if statistics.fmean(accuracies[end - window : end]) >= TARGET), len(accuracies) + 1
+    )
+
+
+def answers_steps() -> int:
+    """Return after how many updates the right answers have a mean probability of `TARGET`, each update by the cross
+    entropy of all of them."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    from launcher.config.load_config import load_config
+    from launcher.config.paths import find_recipe
+    from workers.data.prompt_rows import read_data
+    from workers.data.tokenizer import load_tokenizer
+
+    config = load_config(find_recipe("quickstart"))
+    tokenizer = load_tokenizer(Path(config.model.path))
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    texts = [
+        [tokenizer(text)["input_ids"] for text in (str(row.prompt), row.ground_truth)]
+        for row in read_data(config.data, own_rollout=False)
+    ]
+    whole = [[*prompt, *answer, tokenizer.eos_token_id] for prompt, answer in texts]
+    tokens = torch.zeros(len(whole), max(map(len, whole)), dtype=torch.long)
+    labels = torch.full_like(tokens, -100)
+    for line, ((prompt, _), own) in enumerate(zip(texts, whole, strict=True)):
+        tokens[line, : len(own)] = torch.tensor(own)
+        labels[line, len(prompt) : len(own)] = tokens[line, len(prompt) : len(own)]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.actor.lr, betas=config.actor.betas, weight_decay=config.actor.weight_decay
+    )
+    for update in range(MOST_UPDATES):
+        logits = model(tokens).logits[:, :-1].transpose(1, 2)
+        each = cross_entropy(logits, labels[:, 1:], reduction="none")
+        if float((-each.detach().sum(1)).exp().mean()) >= TARGET:
+            return update
+        (each.sum() / (labels >= 0).sum()).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+    return MOST_UPDATES
+
+
+MOST_UPDATES = 200
 
 
 def _final_accuracy(metrics: Metrics) -> float:

@@ -43,7 +43,7 @@ from launcher.config.paths import user_path
 from launcher.process.run_events import Restored, RestoreFailed
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.admission.task_sampler import missing_state
-from workers.data.model_files import model_fingerprint, weights_fingerprint
+from workers.data.model_files import changed_weights, model_fingerprint, weights_fingerprint
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
 from workers.records.ledger_file import trained_groups
@@ -71,6 +71,7 @@ class Checkpoint:
         data_hash: of the prompts that the run started with.
         tokenizer_files: of the model that the run started with; empty: an earlier version saved it.
         weights_fingerprint: with `lora`, of the values of the base.
+        scoring_weights: directory -> fingerprint of each model that scores; empty: an earlier version saved it.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class Checkpoint:
     data_hash: str
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
     weights_fingerprint: str = ""
+    scoring_weights: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -119,6 +121,7 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         meta.data_hash,
         meta.tokenizer_files,
         meta.weights_fingerprint,
+        meta.scoring_weights,
     )
 
 
@@ -304,8 +307,9 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         ConfigError: the run is still running; its last step is already reached; a setting that decides which prompt
-            a group has, the data, the model or its tokenizer has changed; ledger, metrics or evaluations are
-            unreadable; the sampler's state is missing; or the ledger does not name the groups that were trained.
+            a group has, the data, the model, its tokenizer or a model that scores has changed; ledger, metrics or
+            evaluations are unreadable; the sampler's state is missing; or the ledger does not name the groups that were
+            trained.
     """
     check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
@@ -328,6 +332,10 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
         )
     _check_same_lora(checkpoint, config)
+    for key, path in config.scoring_models.items():
+        began = checkpoint.scoring_weights.get(path)  # none: an earlier version saved it, or that is another model
+        if began is not None and (what := changed_weights(Path(path), began, key=key)):
+            raise ConfigError(what)
     if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
         restore = "" if ";" in what else "; restore it"
         raise ConfigError(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from torch.distributed import HashStore
 
 import configs
@@ -14,6 +15,8 @@ from asyncflow.agreement import differences
 from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from workers.data.prompt_rows import data_hash
 from workers.data.tokenizer import load_tokenizer, token_identity, tokenizer_files
 from workers.rank.context import WorkerContext
@@ -81,6 +84,44 @@ def test_tokenizer_that_changed_while_the_run_goes_on_is_refused_by_whoever_star
     with pytest.raises(ConfigError, match=r"^model.path: chat_template.jinja of .* is not what the run began with"):
         check_data(context(store, data))
     assert context(store, data).first_tokenizer_files() == began, "for checkpoints, too"
+
+
+def test_model_that_scores_and_starts_again_with_other_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume, when the checkpoint says which they were."""
+    teachers = {name: tmp_path / name for name in ("one", "two")}
+    for path in teachers.values():
+        shutil.copytree(QUICKSTART, path)
+    sources = f"sources: {{hard: {{path: {teachers['two']}}}}}"
+    given = (
+        "algorithm={name: distill, teacher_coef: 1.0, kl_coef: 0.1}",
+        f"teacher={{path: {teachers['one']}, {sources}}}",
+        "roles={rollout: 1, actor: 1, ref: 1, teacher: 1}",
+    )
+    store = SealedStore(HashStore(), b"secret")
+    started = context(store, tmp_path / "data.jsonl")
+    started.config = load_config(find_recipe("quickstart"), overrides=given)
+    started.check_weights("teacher_log_probs")
+    began = started.first_weights()
+    assert set(began) == {*map(str, teachers.values()), started.config.model.path}
+    file = teachers["two"] / "model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    started.check_weights("ref_log_probs", "compute_advantages_and_returns")
+    with pytest.raises(ConfigError, match=r"^teacher.sources.hard.path: .*two has other weights than the run began"):
+        started.check_weights("teacher_log_probs")
+    assert started.first_weights() == began, "for checkpoints, too"
+    (teachers["one"] / "model.safetensors").unlink()
+    assert started.first_weights() == began, "a trainer that starts again needs no teacher's files"
+    shutil.copy(QUICKSTART / "model.safetensors", teachers["one"])
+
+    resumed = context(SealedStore(HashStore(), b"secret"), tmp_path / "data.jsonl", resume_from="step_000005")
+    resumed.config = started.config
+    monkeypatch.setattr(CheckpointMeta, "read", lambda _: SimpleNamespace(scoring_weights=began))
+    with pytest.raises(ConfigError, match=r"^teacher.sources.hard.path: "):
+        resumed.check_weights("teacher_log_probs")
+    monkeypatch.setattr(CheckpointMeta, "read", lambda _: SimpleNamespace(scoring_weights={}))
+    resumed.check_weights("teacher_log_probs")  # an earlier version saved it
 
 
 def test_process_with_another_tokenizer_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

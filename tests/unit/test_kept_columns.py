@@ -59,6 +59,32 @@ def test_column_whose_task_changed_goes_with_what_was_computed_from_it(change: d
     assert usable(config(**change)) == left
 
 
+TEACHER = {"teacher_log_probs"}
+TAUGHT: dict[str, Any] = {
+    "algorithm": {"name": "distill", "teacher_coef": 1.0, "kl_coef": 0.1, "reward_coef": 0.5},
+    "data": {"path": None, "mixture": [{"name": "sums", "path": "s"}, {"name": "products", "path": "p"}]},
+    "teacher": {"path": "t", "sources": {"sums": {"path": "a"}, "products": {"path": "b"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, TEACHER | REFERENCE),
+        ({"teacher": {"sources": {"sums": {"path": "b"}, "products": {"path": "a"}}}}, REFERENCE),
+        ({"teacher": {"sources": {"sums": {"path": "a"}}}}, REFERENCE),
+        ({"teacher": {"sources": {}}}, REFERENCE),
+        ({"ref": {"path": "r"}}, TEACHER),
+    ],
+)
+def test_log_probabilities_of_a_teacher_hold_while_each_source_has_the_same_one(
+    change: dict[str, Any], kept: set[str]
+) -> None:
+    before = config(**TAUGHT)
+    now = config(**{name: {**TAUGHT.get(name, {}), **change.get(name, {})} for name in {*TAUGHT, *change}})
+    assert usable(now, before=before) & (TEACHER | REFERENCE) == kept
+
+
 def test_task_that_is_new_has_written_nothing() -> None:
     assert usable(config(), before=config(tasks=[])) == EVERYTHING - {"loss_weights"}
 

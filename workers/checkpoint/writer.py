@@ -59,13 +59,14 @@ logger = logging.getLogger(__name__)
 class RunFacts:
     """What `meta.json` says beside the step."""
 
-    # `lineage`, `model_fingerprint`, `data_hash`, `tokenizer_files`, `weights_fingerprint`: see `CheckpointMeta`
+    # See `CheckpointMeta` for all but `config`
     lineage: int
     model_fingerprint: str
     data_hash: str
     config: Path  # File of the resolved configuration
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
     weights_fingerprint: str = ""
+    scoring_weights: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ class CheckpointWriter:
             data_hash=self._facts.data_hash,
             tokenizer_files=dict(self._facts.tokenizer_files),
             weights_fingerprint=self._facts.weights_fingerprint,
+            scoring_weights=dict(self._facts.scoring_weights),
             num_ranks=dist.get_world_size(self._group),
             saved_at=time.time(),
             files=dict(sorted(entries.items())),

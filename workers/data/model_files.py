@@ -252,6 +252,17 @@ def weights_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def changed_weights(path: Path, first: str, *, key: str) -> str:
+    """Return what is wrong if a model's weights have another fingerprint than `first`, the one that the run began with;
+    "" if they have not. Messages begin with the setting `key`."""
+    if weights_fingerprint(path) == first:
+        return ""
+    return (
+        f"{key}: {path} has other weights than the run began with, whose finished samples it scored; restore them, or "
+        f"resume with the other model in a directory of its own"
+    )
+
+
 class StoredTensor(NamedTuple):
     """A tensor in a model's files: safetensors dtype name (F32, BF16, F8_E4M3, ...) and byte range within the file."""
 

@@ -35,6 +35,7 @@ from asyncflow.timeline import Timeline
 from asyncflow.transport.meeting import Credentials
 from tq.client.queue_client import QueueClient
 from workers.calls.user_function import extend_path, search_beside
+from workers.data.model_files import changed_weights, weights_fingerprint
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import load_tokenizer, token_identity, tokenizer_files
 from workers.settings.dataflow import OBSERVERS
@@ -152,6 +153,26 @@ class WorkerContext:
         saved = CheckpointMeta.read(Path(self.job.resume_from)).tokenizer_files if self.job.resume_from else {}
         now = json.dumps(tokenizer_files(Path(self.config.model.path)))
         return saved or dict(json.loads(self.said_first("tokenizer_files", now)))
+
+    def first_weights(self) -> dict[str, str]:
+        """Return directory -> `weights_fingerprint` of each model that scores, as the run began, in the same way."""
+        saved = CheckpointMeta.read(Path(self.job.resume_from)).scoring_weights if self.job.resume_from else {}
+        return {path: saved.get(path) or self._first_weights_in(path) for path in self.config.scoring_models.values()}
+
+    def _first_weights_in(self, path: str) -> str:
+        key = f"weights/{path}"
+        # Who only wants to know what others found needs no model there any more.
+        said = self._store.get_existing([f"first/{key}"])
+        return next(iter(said.values())).decode() if said else self.said_first(key, weights_fingerprint(Path(path)))
+
+    def check_weights(self, *tasks: str) -> None:
+        """Raise ConfigError if a model that one of the tasks scores with has other weights than when the run began: a
+        process that starts again would give its rows something else than the others got."""
+        own = {key: path for task in tasks for key, path in self.config.models_of(task).items()}
+        first = self.first_weights() if own else {}
+        for key, path in own.items():
+            if what := changed_weights(Path(path), first[path], key=key):
+                raise ConfigError(what)
 
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer. Processes with other interpreters, or on other nodes, must have the same one.

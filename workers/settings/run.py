@@ -489,6 +489,31 @@ class RunConfig(Settings):
                 return self.reward.model.shards
         return 1
 
+    def models_of(self, task: str) -> dict[str, str]:
+        """Return setting -> directory of the models whose weights a task of the algorithm's graph reads there whenever
+        it starts: they are not trained, and no checkpoint holds them."""
+        outside = self.outside_roles
+        match task:
+            case "teacher_log_probs" if self.roles.get("teacher"):
+                return self.teacher.models
+            case "rewards" if self.reward.model is not None and "reward" not in outside:
+                return {"reward.model.path": self.reward.model.path}
+            case "ref_log_probs" if self.algorithm.kl_coef > 0 and self.ref.engine != "sim" and "ref" not in outside:
+                if self.ref.path is not None:
+                    return {"ref.path": self.ref.path}
+                # A reference that follows the policy is another one soon, which checkpoints hold.
+                return {} if self.algorithm.ref_update_interval else {"model.path": self.model.path}
+        return {}
+
+    @property
+    def scoring_models(self) -> dict[str, str]:
+        """`models_of` all tasks."""
+        return {
+            key: path
+            for task in ("ref_log_probs", "teacher_log_probs", "rewards")
+            for key, path in self.models_of(task).items()
+        }
+
     @property
     def sends_adapter(self) -> bool:
         """Whether versions of the weights are adapters: receivers hold the base from the model's directory."""

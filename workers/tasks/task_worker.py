@@ -43,6 +43,7 @@ _RETRY_S = 0.1
 
 def run_task(context: WorkerContext) -> None:
     task = task_of(context.gang.role, context.config, context.job)
+    context.check_weights(*task.fused, task.name)
     shared = context.gang.num_ranks > 1
     if shared:
         meet_peers(context)

@@ -113,6 +113,7 @@ class Actor:
         self._config = config
         self._turn = turn
         self._task = task = task_of("actor", config, context.job)
+        context.check_weights(*task.fused)
         context.report_state(STARTING, LOADING)
         self._engine = load_train_engine(config, device=context.device)
         self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
@@ -400,6 +401,7 @@ def _open_checkpointer(context: WorkerContext, engine: TrainEngine) -> Checkpoin
         data_hash=context.first_data_hash(),
         tokenizer_files=context.first_tokenizer_files(),
         weights_fingerprint="" if config.lora is None else weights_fingerprint(Path(config.model.path)),
+        scoring_weights=context.first_weights() if context.rank == 0 else {},
         config=context.run_dir / CONFIG_FILE,
     )
     return Checkpointer(

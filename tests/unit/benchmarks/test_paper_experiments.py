@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.intervals import difference_of, mean_of, t_quantile
-from benchmarks.learning import _rows_around_evaluation
+from benchmarks.learning import _rows_around_evaluation, steps_to_target
 from benchmarks.papers.__main__ import EXPERIMENTS
 from benchmarks.papers.found import Found
 from benchmarks.papers.plans import PLANS
@@ -52,6 +52,12 @@ def test_clock_to_equal_accuracy_counts_from_step_1_and_between_evaluations() ->
     off, on = ran(2.0, [0.2, 0.4, 0.8], began_s=100.0), ran(1.0, [0.2, 0.4, 0.8, 0.9])
     assert _clock_to_equal_accuracy(off, on) == pytest.approx(2.0)
     assert _clock_to_equal_accuracy(on, on) == 1.0
+
+
+def test_steps_to_an_accuracy_are_those_of_as_many_responses_whatever_a_step_has() -> None:
+    metrics = [{"accuracy": each} for each in (0.5, 1.0, 0.9, 1.0, 0.8)]
+    assert [steps_to_target(metrics, window=window) for window in (1, 2, 3, 4)] == [2, 3, 4, 6]
+    assert steps_to_target(metrics, window=9) == 6
 
 
 def test_rows_after_an_evaluation_are_told_from_those_beside_it(tmp_path: Path) -> None:

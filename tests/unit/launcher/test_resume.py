@@ -489,6 +489,57 @@ def test_adapter_is_not_resumed_on_a_base_with_other_values(tmp_path: Path) -> N
         check_resume(checkpoint, adapted(tmp_path))
 
 
+def moved_weights(model_dir: Path) -> None:
+    """Change every weight of a model a little, as training it further would."""
+    file = model_dir / "model.safetensors"
+    save_file({name: value * 1.01 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("model.path", ("algorithm.kl_coef=0.1",)),
+        ("ref.path", ("ref.path={other}",)),
+        ("ref.path", ("algorithm={{name: distill}}", "ref.path={other}")),
+        (
+            "teacher.sources.hard.path",
+            (
+                "algorithm={{name: distill, teacher_coef: 1.0}}",
+                "teacher={{path: {model}, sources: {{hard: {{path: {other}}}}}}}",
+                "roles={{rollout: 1, actor: 1, teacher: 1}}",
+            ),
+        ),
+        ("reward.model.path", ("reward.model={{path: {other}}}", "roles={{rollout: 1, actor: 1, reward: 1, ref: 1}}")),
+    ],
+)
+def test_model_that_scores_is_not_resumed_with_other_weights_in_its_place(
+    tmp_path: Path, key: str, settings: tuple[str, ...]
+) -> None:
+    names = {name: tmp_path / name for name in ("model", "other", "third")}
+    for path in names.values():
+        shutil.copytree(load_config(find_recipe("quickstart")).model.path, path)
+
+    def configured(**paths: Path) -> RunConfig:
+        given = [setting.format(**{**names, **paths}) for setting in settings]
+        return load_config(find_recipe("quickstart"), overrides=("steps=20", f"model.path={names['model']}", *given))
+
+    config = configured()
+    weights = {path: weights_fingerprint(Path(path)) for path in config.scoring_models.values()}
+    checkpoint = replace(resumable(tmp_path, config), scoring_weights=weights)
+    check_resume(checkpoint, config)
+    replaced = names["model" if key == "model.path" else "other"]
+    moved_weights(replaced)
+    with pytest.raises(ConfigError, match=rf"^{key}: {replaced} has other weights than the run began with, whose .*"):
+        check_resume(checkpoint, config)
+    check_resume(replace(checkpoint, scoring_weights={}), config)  # an earlier version wrote none down
+    check_resume(checkpoint, configured(other=names["third"]) if key != "model.path" else without_reference(config))
+
+
+def without_reference(config: RunConfig) -> RunConfig:
+    """The run without its reference, whose weights then do not matter."""
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0})})
+
+
 def test_adapter_is_not_resumed_from_whole_weights(tmp_path: Path) -> None:
     before = load_config(find_recipe("quickstart"), overrides=("steps=20",))
     checkpoint = resumable(tmp_path, before)

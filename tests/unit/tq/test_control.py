@@ -181,6 +181,25 @@ def test_rows_of_a_dead_owner_wait_for_the_fence_and_come_back_in_their_place(ma
     assert world.granted(world.ask("ref", 4)).rows == [0, 1]
 
 
+def test_row_whose_teacher_and_reference_died_waits_for_the_columns_of_both(make_world: World) -> None:
+    """What one of them had put is not computed again."""
+    teacher = TaskSpec("teacher", frozenset({"x"}), outputs=frozenset({"teacher"}))
+    ref = TaskSpec("ref", frozenset({"x"}), outputs=frozenset({"ref"}))
+    world = make_world(teacher, ref, TaskSpec("train", frozenset({"x", "teacher", "ref"}), keeps_leases=True))
+    world.create([0, 1])
+    waiting = world.ask("train", 2)
+    world.granted(world.ask("teacher", 2, owner="teacher"))
+    world.write("ref", world.granted(world.ask("ref", 2, owner="reference")), [0], ["ref"])
+    for owner in ("teacher", "reference"):
+        world.handle(OwnerGone(owner))
+    world.confirm_fences()
+    assert world.granted(world.ask("ref", 2)).rows == [1]
+    again = world.granted(world.ask("teacher", 2, owner="the next"))
+    assert again.rows == [0, 1]
+    world.write("teacher", again, columns=["teacher"])
+    assert world.granted(waiting).rows == [0], "row 1 still lacks its reference"
+
+
 def test_rows_of_a_unit_come_back_though_another_one_does_not_answer(make_world: World) -> None:
     world = make_world(REF)
     world.create(range(4))
