@@ -121,11 +121,18 @@ def init_command(
     """Write a first configuration, and check it.
 
     Use it to begin with a model and data of yours. Asks for what no option says, writes TARGET (config.yaml) and
-    perhaps reward.py, and runs the dry-run.
+    perhaps reward.py, and runs the dry-run; if that refuses, nothing is left.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
-        from launcher.config.new_config import Answers, first_fields, guess_fields, positions_of, write_config
+        from launcher.config.new_config import (
+            Answers,
+            check_answers,
+            first_fields,
+            guess_fields,
+            positions_of,
+            write_config,
+        )
 
         missing = [
             name for name, value in (("--model", model), ("--data", data), ("--reward", reward)) if value is None
@@ -137,7 +144,8 @@ def init_command(
         reward = reward or click.prompt(
             "Reward", type=click.Choice(["exact", "digits", "math", "math_verify", "own"]), default="own"
         )
-        prompt, truth = guess_fields(first_fields(data))
+        fields = first_fields(data)
+        prompt, truth = guess_fields(fields)
         answers = Answers(
             model=model,
             data=data,
@@ -148,10 +156,16 @@ def init_command(
             device=device,
             positions=positions_of(model),
         )
-        for path in write_config(answers, target):
-            click.echo(f"wrote {path}")
+        check_answers(answers, fields)
+        written = write_config(answers, target)
+    with contextlib.ExitStack() as undo:  # a refused file would be in the way of the corrected command
+        for path in written:
+            undo.callback(path.unlink, missing_ok=True)
         click.echo(f"asyncflow-launch {target} --dry-run says:")
-    launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch")
+        launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch", standalone_mode=False)
+        undo.pop_all()
+    for path in written:
+        click.echo(f"wrote {path}")
 
 
 @main.command("import-config", cls=OneLineCommand)
