@@ -49,7 +49,8 @@ def check_answers(answers: Answers, fields: tuple[str, ...]) -> None:
         if not place.exists() and not is_hub_name(given):
             raise ConfigError(f"{option}: {given!r} does not exist (looked at {place}); correct it")
     found = f"found: {', '.join(fields)}"
-    for option, name in (("--prompt-field", answers.prompt_field), ("--ground-truth-field", answers.ground_truth_field)):
+    named = (("--prompt-field", answers.prompt_field), ("--ground-truth-field", answers.ground_truth_field))
+    for option, name in named:
         if fields and name is not None and name.partition(".")[0] not in fields:
             raise ConfigError(f"{option}: {answers.data} has no field {name!r} in its first row; {found}")
     if answers.ground_truth_field is None and answers.reward != "own":

@@ -68,7 +68,10 @@ def test_file_that_cannot_be_written_is_one_line_and_leaves_nothing(place: Path)
     [
         (["--model", "nosuch"], "--model: 'nosuch' does not exist"),
         (["--data", "nosuch.jsonl"], "--data: 'nosuch.jsonl' does not exist"),
-        (["--prompt-field", "nope"], "--prompt-field: sums #1.jsonl has no field 'nope' in its first row; found: prompt"),
+        (
+            ["--prompt-field", "nope"],
+            "--prompt-field: sums #1.jsonl has no field 'nope' in its first row; found: prompt",
+        ),
         (["--ground-truth-field", "nope"], "--ground-truth-field: sums #1.jsonl has no field 'nope'"),
         (["--data", "other.jsonl"], "--ground-truth-field: missing, and --reward exact compares with it; name one of"),
         (["--data", "empty.jsonl"], "data"),
