@@ -394,6 +394,8 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
         raise ConfigError(f"{source}: has no settings; give a GRPOConfig of TRL or a verl configuration")
     name = _system_of(found, source)
     ours = _read_verl(found) if name == "verl" else _read_trl(found)
+    if "model.path" not in ours.values:
+        ours.to_fill.append("model.path")
     if steps is not None:
         ours.set_value("steps", steps, "--steps")
         ours.to_fill = [key for key in ours.to_fill if key != "steps"]

@@ -295,6 +295,7 @@ def test_configuration_of_ours_is_taken_for_nobody_else_s(tmp_path: Path) -> Non
 
 def test_one_key_says_whose_a_file_is(tmp_path: Path) -> None:
     assert imported({"learning_rate": 2e-6}, tmp_path)["actor"]["lr"] == 2e-6
+    assert "# TO FILL IN: steps, reward.function, data.path, model.path\n" in (tmp_path / "new.yaml").read_text()
     assert imported({"data": {"train_batch_size": 1024}}, tmp_path)["actor"]["num_mini_batches"] == 4
 
 
