@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +34,13 @@ def main() -> None:
 main.add_command(launch, "launch")
 
 
+def _run_of(run_dir: Path | None, asked_by: str = "RUN_DIR") -> Path:
+    """Return the run that a command looks at, by default the newest; raises ConfigError if it is none."""
+    from launcher.run.rundir import check_run_dir, newest_run
+
+    return newest_run(asked_by, "name a run directory") if run_dir is None else check_run_dir(run_dir)
+
+
 @main.command("import-gguf", cls=OneLineCommand)
 @click.argument("source")
 @click.argument("target", type=click.Path(path_type=Path))
@@ -54,7 +62,7 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 
 @main.command("status", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables; with --watch one a line.")
 @click.option("--watch", is_flag=True, help="Again every two seconds, until the run ends.")
 def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     """Show what a run is doing, or how it ended.
@@ -63,10 +71,9 @@ def status_command(run_dir: Path | None, *, as_json: bool, watch: bool) -> None:
     storage units. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
-        from launcher.run.rundir import newest_run
         from launcher.run.status import read_status
 
-        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        directory = run_dir or _run_of(None)
         if watch:
             _watch_status(directory, as_json=as_json)
             return
@@ -88,7 +95,7 @@ def _watch_status(run_dir: Path, *, as_json: bool) -> None:
             else:
                 if not as_json:
                     click.clear()
-                click.echo(status.as_json() if as_json else status.as_text(time.time()))
+                click.echo(status.as_json(indent=None) if as_json else status.as_text(time.time()))
                 if isinstance(status, RunEnd):
                     return
             time.sleep(_WATCH_S)
@@ -121,11 +128,18 @@ def init_command(
     """Write a first configuration, and check it.
 
     Use it to begin with a model and data of yours. Asks for what no option says, writes TARGET (config.yaml) and
-    perhaps reward.py, and runs the dry-run.
+    perhaps reward.py, and runs the dry-run; if that refuses, nothing is left.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
-        from launcher.config.new_config import Answers, first_fields, guess_fields, positions_of, write_config
+        from launcher.config.new_config import (
+            Answers,
+            check_answers,
+            first_fields,
+            guess_fields,
+            positions_of,
+            write_config,
+        )
 
         missing = [
             name for name, value in (("--model", model), ("--data", data), ("--reward", reward)) if value is None
@@ -137,7 +151,8 @@ def init_command(
         reward = reward or click.prompt(
             "Reward", type=click.Choice(["exact", "digits", "math", "math_verify", "own"]), default="own"
         )
-        prompt, truth = guess_fields(first_fields(data))
+        fields = first_fields(data)
+        prompt, truth = guess_fields(fields)
         answers = Answers(
             model=model,
             data=data,
@@ -148,10 +163,16 @@ def init_command(
             device=device,
             positions=positions_of(model),
         )
-        for path in write_config(answers, target):
-            click.echo(f"wrote {path}")
+        check_answers(answers, fields)
+        written = write_config(answers, target)
+    with contextlib.ExitStack() as undo:  # a refused file would be in the way of the corrected command
+        for path in written:
+            undo.callback(path.unlink, missing_ok=True)
         click.echo(f"asyncflow-launch {target} --dry-run says:")
-    launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch")
+        launch.main([str(target), "--dry-run"], prog_name="asyncflow-launch", standalone_mode=False)
+        undo.pop_all()
+    for path in written:
+        click.echo(f"wrote {path}")
 
 
 @main.command("import-config", cls=OneLineCommand)
@@ -187,10 +208,10 @@ def import_config_command(source: Path, *, output: Path | None, steps: int | Non
 @click.argument("directory", default="runs", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="A JSON list instead of a table.")
 def ls_command(directory: Path, *, as_json: bool) -> None:
-    """List runs: state, step, reward.
+    """List runs, the newest last: state, step, reward.
 
     Use it to find a run. DIRECTORY: what holds them (runs). A state is running, paused, done, stopped (resumable),
-    failed or killed.
+    failed or killed. REWARD is the mean over the last ten steps.
     """
     with errors_as_exits():
         from launcher.run.several_runs import list_runs, list_text
@@ -213,7 +234,7 @@ def diff_command(run_dirs: tuple[Path, ...]) -> None:
 
         if len(run_dirs) < 2:
             raise ConfigError(f"RUN_DIRS: {run_dirs[0]} alone has nothing to be compared with; name another run")
-        click.echo(diff_text(run_dirs))
+        click.echo(diff_text(run_dirs, width=shutil.get_terminal_size().columns))
 
 
 @main.command("logs", cls=OneLineCommand)
@@ -228,13 +249,10 @@ def logs_command(run_dir: Path | None, role: str | None, *, follow: bool, lines:
     rollout, rollout/2 (one rank) or launcher; all by default. What your own functions print is there too.
     """
     with errors_as_exits(), contextlib.suppress(KeyboardInterrupt):
-        from launcher.run.rundir import newest_run
-        from launcher.run.several_runs import find_logs, is_role, log_lines
+        from launcher.run.several_runs import find_logs, log_lines, run_and_role
         from launcher.run.status import is_live
 
-        if run_dir is not None and role is None and is_role(run_dir):
-            run_dir, role = None, str(run_dir)
-        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        directory, role = run_and_role(run_dir, role)
         find = functools.partial(find_logs, directory, role)
         goes_on = (lambda: is_live(directory)) if follow else None
         for line in log_lines(find(), number=lines, follow=goes_on, find=find):
@@ -316,10 +334,10 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
     run.
     """
     with errors_as_exits():
-        from launcher.run.rundir import newest_run
+        directory = _run_of(run_dir)  # before the import, which takes seconds
         from launcher.verify.verify_report import verify_run
 
-        report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        report = verify_run(directory)
         click.echo(report.as_json() if as_json else report.as_text())
     sys.exit(report.exit_code)
 
@@ -336,9 +354,8 @@ def export_command(run_dir: Path | None, *, checkpoint: str | None, output: str 
     """
     with errors_as_exits():
         from launcher.run.export import export_run
-        from launcher.run.rundir import newest_run
 
-        run = run_dir or newest_run("RUN", "name a run directory")
+        run = run_dir or _run_of(None, "RUN")  # it may be a checkpoint
         say = functools.partial(click.echo, err=True)
         click.echo(f"wrote {export_run(run, checkpoint, output, say=say)}")
 
@@ -386,11 +403,11 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
         from launcher.process.progress import plain
-        from launcher.run.rundir import newest_run, write_inside
+        from launcher.run.rundir import write_inside
         from launcher.timeline.gantt_chart import GanttChart, gantt_html
         from launcher.timeline.run_timeline import RunTimeline, account_text, chrome_trace, recording_text
 
-        run_dir = run_dir or newest_run("RUN_DIR", "name a run directory")
+        run_dir = _run_of(run_dir)
         timeline = RunTimeline.read(run_dir)
         account = timeline.account_by_role()
         chart = GanttChart.from_timeline(timeline, account, title=run_dir.name)
@@ -488,6 +505,8 @@ def plot_command(
     with errors_as_exits():
         from launcher.report.report import plot
 
+        for run_dir in run_dirs:
+            _run_of(run_dir)
         plot(run_dirs, metrics, output, steps=_steps_of(step), group=group)
         click.echo(f"wrote {output}")
 
@@ -504,12 +523,11 @@ def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> Non
     """
     with errors_as_exits():
         from asyncflow.extras import check_installed
-        from launcher.run.rundir import newest_run
 
         check_installed("aiohttp", "view", "view: ", "or see each run's report.html")
         from launcher.view.server import serve_view
 
-        runs = run_dirs or (newest_run("RUN", "name a run directory"),)
+        runs = run_dirs or (_run_of(None, "RUN"),)
         serve_view(runs, port=port, control=control, say=click.echo)
 
 
@@ -525,12 +543,11 @@ def prometheus_command(run_dirs: tuple[Path, ...], *, host: str, port: int) -> N
     """
     with errors_as_exits():
         from asyncflow.extras import check_installed
-        from launcher.run.rundir import newest_run
 
         check_installed("prometheus_client", "prometheus", "prometheus: ", "or use `asyncflow view`")
         from launcher.view.prometheus import serve_figures
 
-        runs = run_dirs or (newest_run("RUN", "name a run directory"),)
+        runs = run_dirs or (_run_of(None, "RUN"),)
         serve_figures(runs, host=host, port=port, say=click.echo)
 
 
@@ -543,10 +560,10 @@ def report_command(run_dir: Path | None) -> None:
     every run does at its end. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
-        from launcher.run.rundir import newest_run
+        directory = _run_of(run_dir)
         from launcher.view.report_page import write_report
 
-        click.echo(f"wrote {write_report(run_dir or newest_run('RUN_DIR', 'name a run directory'))}")
+        click.echo(f"wrote {write_report(directory)}")
 
 
 @main.command("samples", cls=OneLineCommand)
@@ -554,11 +571,19 @@ def report_command(run_dir: Path | None) -> None:
 @click.option("--step", metavar="N[-M]", help="Step, or the first and the last of several.  [default: the newest]")
 @click.option("--group", type=click.IntRange(min=0), metavar="N", help="Only this group's.")
 @click.option("--search", default="", metavar="TEXT", help="Only those that have this text, in any case.")
-@click.option("--worst", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the lowest rewards.")
-@click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
-@click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: how many, from the first.")
+@click.option("--worst", type=click.IntRange(min=1), metavar="N", help="The N with the lowest rewards.")
+@click.option("--best", type=click.IntRange(min=1), metavar="N", help="The N with the highest rewards.")
+@click.option("--number", type=click.IntRange(min=1), default=4, metavar="N", show_default=True,
+              help="Without --worst and --best: how many, from the first.")  # fmt: skip
 def samples_command(
-    run_dir: Path | None, *, step: str | None, group: int | None, search: str, worst: int, best: int, number: int
+    run_dir: Path | None,
+    *,
+    step: str | None,
+    group: int | None,
+    search: str,
+    worst: int | None,
+    best: int | None,
+    number: int,
 ) -> None:
     """Print conversations of a run with their rewards.
 
@@ -567,13 +592,17 @@ def samples_command(
     """
     with errors_as_exits():
         from launcher.report.report import samples_text
-        from launcher.run.rundir import newest_run
 
-        steps = _steps_of(step)
-        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
-        click.echo(
-            samples_text(directory, steps=steps, worst=worst, best=best, number=number, group=group, search=search)
+        text = samples_text(
+            _run_of(run_dir),
+            steps=_steps_of(step),
+            worst=worst or 0,
+            best=best or 0,
+            number=number,
+            group=group,
+            search=search,
         )
+        click.echo(text)
 
 
 def _steps_of(step: str | None) -> tuple[int, int] | None:
@@ -583,15 +612,22 @@ def _steps_of(step: str | None) -> tuple[int, int] | None:
     named = re.fullmatch(r"(\d+)(?:-(\d+))?", step or "0", re.ASCII)
     if named is None:
         raise ConfigError(f"--step: {step!r} is no step; give a number, or the first and the last, 3-10")
-    return None if step is None else (int(named[1]), int(named[2] or named[1]))
+    first, last = int(named[1]), int(named[2] or named[1])
+    if first > last:
+        raise ConfigError(f"--step: {step!r} goes backwards; give {last}-{first}")
+    return None if step is None else (first, last)
+
+
+class _Row(click.IntRange):
+    name = "whole number from 0"  # click puts it into its message
 
 
 @main.command("trace", cls=OneLineCommand)
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("row", type=click.IntRange(0, 2**63 - 1))  # as large as the index keeps
+@click.argument("row", type=_Row(0, 2**63 - 1))  # as large as the index keeps
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def trace_command(run_dir: Path, row: int, *, as_json: bool) -> None:
-    """Follow one row through a run: worker, versions, leases, step.
+    """Follow one row through a run: who made it, which step.
 
     Use it when a sample looks wrong, to find what made it and where it went. ROW: its number, as `asyncflow samples`
     prints it. The first call on a long run builds an index (trace/index.sqlite), later ones take what is new.

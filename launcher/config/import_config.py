@@ -9,16 +9,22 @@ Sources: the classes GRPOConfig, GRPOScriptArguments and ModelConfig of TRL 1.16
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
+from asyncflow.settings import as_advice
+from launcher.config.key_reference import key_paths
 from launcher.config.load_config import flatten, read_yaml
 from launcher.config.paths import expand_home
+from workers.settings.run import RunConfig
 
 Found = dict[str, Any]
 """Their keys, dotted, and the values that a file gives."""
@@ -81,7 +87,7 @@ _SAVES = "checkpoints are asynchronous and sharded: section checkpoint"
 _MEMORY = "weights are sharded over the role's ranks; `asyncflow plan` finds sizes that fit"
 _RAY = "there is no Ray"
 _PADDING = "batches are packed, never padded"
-_PERFORMANCE = "decided by the engine"
+_UNKNOWN = "it is not in the table of docs/importing.md, so no counterpart is known"
 
 
 def _positive(value: Any) -> Any:
@@ -99,6 +105,11 @@ TRL: Mapping[str, Rule] = {
     "model_revision": Same("model.revision", note="`main` is the default"),
     "dtype": Same("model.dtype", _dtype, "the trainer's master weights are float32"),
     "torch_dtype": Same("model.dtype", _dtype),
+    "model_init_kwargs.dtype": Same("model.dtype", _dtype),
+    "model_init_kwargs.torch_dtype": Same("model.dtype", _dtype),
+    "model_init_kwargs.revision": Same("model.revision"),
+    "model_init_kwargs.attn_implementation": Left("engines choose their attention; docs/engines.md"),
+    "model_init_kwargs.trust_remote_code": Refused("models with code of their own are refused"),
     "bf16": Together("actor.autocast", "bfloat16"),
     "fp16": Refused("float16 needs a loss scale, which no engine of ours has; use bf16"),
     "datasets": Refused("name one as dataset_name, and write the others under data.mixture", (None, [])),
@@ -317,16 +328,16 @@ _TRL_LEFT: Mapping[str, str] = {
     "deepspeed": _MEMORY, "ddp_": _OUR_OWN, "dataloader_": "prompts are made as they are needed",
     "push_to_hub": "use `hf upload` with hf/", "accelerate_config": _MEMORY,
     "hub_": "use `hf upload` with hf/", "pad_": _PADDING, "remove_unused_columns": "rewards may ask for any field",
-    "lora_": "see section lora", "per_device_eval": "see section evaluate", "disable_dropout": _PERFORMANCE,
+    "lora_": "see section lora", "per_device_eval": "see section evaluate", "disable_dropout": "decided by the engine",
     "sapo_": "belongs to a loss_type that is refused", "vespo_": "belongs to a loss_type that is refused",
 }  # fmt: skip
 _VERL_LEFT: Mapping[str, str] = {
     "ray_kwargs": _RAY, "ray_init": _RAY, "trainer.ray_": _RAY, "trainer.use_legacy": _RAY,
     "global_profiler": "see `asyncflow profile` and `asyncflow timeline`", "trainer.": "see --run-dir and checkpoint",
     "actor_rollout_ref.ref.": "see section ref", "critic.": "see section critic", "reward_model.": "see section reward",
-    "data.": "data is read once, and prompts are made as they are needed", _ACTOR + "checkpoint": _SAVES,
+    "data.dataloader": "data is read once, and prompts are made as they are needed", _ACTOR + "checkpoint": _SAVES,
     _ACTOR + "fsdp_config": _MEMORY, _ACTOR + "megatron": "see actor.megatron",
-    "actor_rollout_ref.model.use_remove_padding": _PADDING, "actor_rollout_ref.": _PERFORMANCE,
+    "actor_rollout_ref.model.use_remove_padding": _PADDING,
     "algorithm.pf_ppo": "belongs to use_pf_ppo, which is refused",
 }  # fmt: skip
 
@@ -375,23 +386,99 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
     Raises:
         ConfigError: the file cannot be read, is of neither system, or asks for what a run here would not do.
     """
+    if source.suffix == ".json":
+        _check_json(source)  # YAML takes `{"a": }` for a null
     given = read_yaml(source).values
     found = {key: _number(value) for key, value in flatten(given, whole=_WHOLE).items()}
     if not found:
         raise ConfigError(f"{source}: has no settings; give a GRPOConfig of TRL or a verl configuration")
-    if any(key.startswith(("actor_rollout_ref.", "trainer.", "data.")) for key in found):
-        name, ours = "verl", _read_verl(found)
-    elif sum(key in TRL for key in found) >= 2:
-        name, ours = "TRL", _read_trl(found)
-    else:
-        raise ConfigError(
-            f"{source}: {', '.join(list(found)[:3])}: neither keys of TRL's GRPOConfig nor of verl's trainer; give "
-            f"one of these as YAML or JSON"
-        )
+    name = _system_of(found, source)
+    ours = _read_verl(found) if name == "verl" else _read_trl(found)
+    if "model.path" not in ours.values:
+        ours.to_fill.append("model.path")
     if steps is not None:
         ours.set_value("steps", steps, "--steps")
         ours.to_fill = [key for key in ours.to_fill if key != "steps"]
+    ours.values.setdefault("schedule.mode", "async")
+    ours.values.setdefault("schedule.max_staleness", 1)
+    _check_values(ours)
     return _as_yaml(ours, source, name)
+
+
+def _check_json(source: Path) -> None:
+    try:
+        json.loads(source.read_bytes())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}:{error.lineno}: JSON syntax: {error.msg}; fix it") from error
+    except (OSError, UnicodeDecodeError):
+        pass  # `read_yaml` says what is wrong
+
+
+def _system_of(found: Found, source: Path) -> str:
+    """Return TRL or verl, whose keys the file has; some names, such as `data.shuffle`, are also ours."""
+    known = frozenset(key_paths())
+    counts = {
+        "verl": sum(key in VERL or key.startswith(("actor_rollout_ref.", "trainer.")) for key in found),
+        "TRL": sum(key in TRL for key in found),
+        "AsyncFlow": sum(key in known or key.startswith("roles.") for key in found),
+    }
+    name = max(counts, key=counts.__getitem__)
+    if not counts[name]:
+        near = next((f"; did you mean {meant!r}?" for key in found if (meant := _meant(key, {**TRL, **VERL}))), "")
+        raise ConfigError(
+            f"{source}: {', '.join(list(found)[:3])}: neither keys of TRL's GRPOConfig nor of verl's trainer{near}; "
+            f"give one of these as YAML or JSON"
+        )
+    if name == "AsyncFlow":
+        raise ConfigError(f"{source}: is an AsyncFlow configuration already; start it: asyncflow-launch {source}")
+    return name
+
+
+def _meant(key: str, rules: Mapping[str, Rule]) -> str | None:
+    """Return the key that a misspelt one probably means: one or two letters differ, in its name or in its section."""
+    section, _, name = key.rpartition(".")
+    for known in rules:
+        beside, _, other = known.rpartition(".")
+        if beside == section and _num_edits(name, other) <= min(2, len(name) // 3):
+            return known
+        if other == name and section and _num_edits(section, beside) <= 2:
+            return known
+    return None
+
+
+def _num_edits(one: str, other: str) -> int:
+    codes = SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
+    return sum(max(end - start, to - at) for kind, start, end, at, to in codes if kind != "equal")
+
+
+def _check_values(ours: Ours) -> None:
+    """Check what is written, as a start would. What is missing, and rules between settings, are left to the dry-run."""
+    try:
+        RunConfig.model_validate(_tree(ours.values))
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            keys = [str(key) for key in detail["loc"]]
+            if keys[0] == "algorithm":
+                del keys[1:2]  # pydantic inserts the union member's name
+            places = (".".join(keys[:depth]) for depth in range(len(keys), 0, -1))
+            key = next((place for place in places if place in ours.origins), None)
+            if key is not None and detail["type"] != "missing":
+                raise ConfigError(
+                    f"{ours.origins[key]}: {reprlib.repr(detail['input'])} cannot be used as {key}; "
+                    f"{as_advice(detail['msg'])}"
+                ) from error
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as nested sections."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        place = tree
+        for part in sections:
+            place = place.setdefault(part, {})
+        place.setdefault(last, value)
+    return tree
 
 
 def _number(value: Any) -> Any:
@@ -420,8 +507,10 @@ def _convert(found: Found, rules: Mapping[str, Rule], reasons: Mapping[str, str]
         elif isinstance(rule, Refused):
             if value not in rule.harmless:
                 refused.append(f"{key}: {value!r} has no counterpart ({rule.why})")
+        elif rule is None and (meant := _meant(key, rules)):
+            raise ConfigError(f"{key}: unknown key; did you mean {meant!r}? correct it, or take it out")
         elif rule is None:
-            why = next((text for start, text in reasons.items() if key.startswith(start)), "has no counterpart")
+            why = next((text for start, text in reasons.items() if key.startswith(start)), _UNKNOWN)
             ours.leave_out(key, value, why)
     if refused:
         raise ConfigError(f"{'; '.join(refused)}; take it out, and set what is meant in the new file")
@@ -518,7 +607,9 @@ def _trl_batches(ours: Ours, get: Callable[..., Any]) -> None:
         ours.set_value("steps", math.ceil(get("max_steps") / per_step), f"max_steps / {per_step} updates a step")
     else:
         ours.to_fill.append("steps")
-        ours.origins["steps"] = f"num_train_epochs {get('num_train_epochs')} x prompts / schedule.rollout_batch_size"
+        unset = "" if get("max_steps") is None else f"max_steps {get('max_steps')} sets none; "
+        epochs = f"num_train_epochs {get('num_train_epochs')} x prompts / schedule.rollout_batch_size"
+        ours.origins["steps"] = unset + epochs
 
 
 def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
@@ -892,15 +983,7 @@ def _as_yaml(ours: Ours, source: Path, system: str) -> str:
     ]
     if ours.to_fill:
         lines.append(f"# TO FILL IN: {', '.join(ours.to_fill)}")
-    ours.values.setdefault("schedule.mode", "async")
-    ours.values.setdefault("schedule.max_staleness", 1)
-    tree: dict[str, Any] = {}
-    for key in [*ours.values, *ours.to_fill]:
-        *sections, last = key.split(".")
-        place = tree
-        for part in sections:
-            place = place.setdefault(part, {})
-        place.setdefault(last, ours.values.get(key, _FILL))
+    tree = _tree({key: ours.values.get(key, _FILL) for key in [*ours.values, *ours.to_fill]})
     lines += _section(dict(sorted(tree.items(), key=lambda item: _ORDER.index(item[0]))), ours.origins, "")
     if ours.left:
         lines += ["", "# Without a counterpart:"]

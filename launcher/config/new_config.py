@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from launcher.config.hub import is_hub_name
+from launcher.config.paths import user_path
 
 REWARD_FILE = "reward.py"
 _WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "~", ".nan", ".inf")
@@ -31,6 +33,31 @@ class Answers:
     ground_truth_field: str | None
     device: str = "cpu"  # cpu, cuda or npu
     positions: int = 0  # What the model has of them; 0: not known here
+
+
+def check_answers(answers: Answers, fields: tuple[str, ...]) -> None:
+    """Check what can be checked here, so that errors name the options of `asyncflow init`; a dry-run checks the rest.
+
+    Args:
+        fields: of the data's first row; (): not known.
+
+    Raises:
+        ConfigError: the model or the data is nowhere, or the data lack a field.
+    """
+    for option, given in (("--model", answers.model), ("--data", answers.data)):
+        place = user_path(given, option)
+        if not place.exists() and not is_hub_name(given):
+            raise ConfigError(f"{option}: {given!r} does not exist (looked at {place}); correct it")
+    found = f"found: {', '.join(fields)}"
+    named = (("--prompt-field", answers.prompt_field), ("--ground-truth-field", answers.ground_truth_field))
+    for option, name in named:
+        if fields and name is not None and name.partition(".")[0] not in fields:
+            raise ConfigError(f"{option}: {answers.data} has no field {name!r} in its first row; {found}")
+    if answers.ground_truth_field is None and answers.reward != "own":
+        raise ConfigError(
+            f"--ground-truth-field: missing, and --reward {answers.reward} compares with it; name one of the fields of "
+            f"{answers.data}, {found}, or give --reward own"
+        )
 
 
 def first_fields(data: str) -> tuple[str, ...]:

@@ -73,12 +73,17 @@ def plot(
             hint = f"did you mean {near[0]!r}?" if near else f"they have {' '.join(known)}"
             raise ConfigError(f"--metric: no run has {metric!r}; {hint}")
     first, last = steps or (0, math.inf)
+    all_steps = runs
     runs = {
         run_dir: {name: {step: y for step, y in curve.items() if first <= step <= last} for name, curve in own.items()}
         for run_dir, own in runs.items()
     }
     if not any(own.get(metric) for own in runs.values() for metric in metrics):
-        raise ConfigError(f"--step: no run has {' or '.join(metrics)} in steps {first} to {last}")
+        there = sorted({step for name in metrics for curve in all_steps.values() for step in curve.get(name, ())})
+        raise ConfigError(
+            f"--step: no run has {' or '.join(metrics)} in steps {first} to {last}; they have steps {there[0]} to "
+            f"{there[-1]}"
+        )
     groups = {str(run_dir): [run_dir] for run_dir in run_dirs} if group is None else grouped_runs(run_dirs, group)
     from matplotlib.figure import Figure
 
@@ -95,7 +100,9 @@ def plot(
         axes.legend()
     try:
         figure.savefig(output, dpi=150)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"-o: {output} cannot be written: {error.strerror}; name a file elsewhere") from error
+    except ValueError as error:
         raise ConfigError(f"-o: {output} cannot be written ({error}); name a .png, .svg or .pdf file") from error
 
 
@@ -114,9 +121,9 @@ def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]
     known = sorted(set().union(*found.values()))
     if setting not in known:
         near = get_close_matches(setting, known, n=1)
-        raise ConfigError(
-            f"--group: no run has a setting {setting!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        differ = [key for key in known if len({str(settings.get(key)) for settings in found.values()}) > 1]
+        hint = f"did you mean {near[0]!r}?" if near else f"they differ in {' '.join(differ) or 'none'}"
+        raise ConfigError(f"--group: no run has a setting {setting!r}; {hint}")
     values: dict[str, list[Path]] = {}
     for run_dir, settings in found.items():
         values.setdefault(str(settings.get(setting, "-")), []).append(run_dir)

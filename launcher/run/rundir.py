@@ -88,6 +88,14 @@ def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resu
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
 
 
+def check_run_dir(path: Path) -> Path:
+    """Return a directory that a command looks at. Raises ConfigError if it is no run's."""
+    if not (path / CONFIG_FILE).is_file():
+        why = f"it has no {CONFIG_FILE}" if path.is_dir() else "it is a file" if path.exists() else "it does not exist"
+        raise ConfigError(f"RUN: {path} is not a run directory ({why}); name one, e.g. of `asyncflow ls`")
+    return path
+
+
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved anything."""
     return bool(list_checkpoints(path))

@@ -20,6 +20,7 @@ from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
 from launcher.report.report import read_curves
+from launcher.run.rundir import RUNS, check_run_dir, newest_run
 from launcher.run.status import RunEnd, is_live, live_state
 
 LAST_STEPS = 10
@@ -107,8 +108,10 @@ def list_text(runs: Sequence[RunLine]) -> str:
     return table(rows)
 
 
-def diff_text(runs: Sequence[Path]) -> str:
-    """Return the settings in which runs differ, and their figures at the last step that all of them finished.
+def diff_text(runs: Sequence[Path], *, width: int = 80) -> str:
+    """Return the settings in which runs differ, and their figures over the last steps that all of them finished.
+
+    A table with more than `width` columns becomes one block of lines per setting or figure.
 
     Raises:
         ConfigError: one of them is not a run, or has no finished step.
@@ -116,7 +119,7 @@ def diff_text(runs: Sequence[Path]) -> str:
     names = run_names(check_runs(runs))
     differences = setting_differences([read_yaml(run / CONFIG_FILE).values for run in runs])
     rows: list[tuple[str, ...]] = [("SETTING", *names), *((key, *values) for key, values in differences)]
-    text = table(rows) if differences else "The settings are the same."
+    text = _table_or_blocks(rows, width) if differences else "The settings are the same."
     curves = [read_curves(run) for run in runs]
     last = min(max(one["step"]) for one in curves)
     first = max(1, last - LAST_STEPS + 1)
@@ -128,7 +131,20 @@ def diff_text(runs: Sequence[Path]) -> str:
     figures.append(("steps finished", *(str(int(max(one["step"]))) for one in curves)))
     times = [one["time_s"].get(last) for one in curves]
     figures.append(("minutes to that step", *("-" if at is None else f"{at / 60:.1f}" for at in times)))
-    return plain(f"{text}\n\n{table(figures)}\nMean over these steps, and their standard deviation.")
+    return plain(f"{text}\n\n{_table_or_blocks(figures, width)}\nMean over these steps, and their standard deviation.")
+
+
+def _table_or_blocks(rows: Sequence[tuple[str, ...]], width: int) -> str:
+    text = table(rows)
+    if max(map(len, text.splitlines())) <= width:
+        return text
+    (heading, *names), *others = rows
+    longest = max(map(len, names))
+    blocks = [
+        "\n".join([name, *(f"  {run:<{longest}}  {cell}" for run, cell in zip(names, cells, strict=True))])
+        for name, *cells in others
+    ]
+    return "\n".join([heading, *blocks])
 
 
 _ABSENT = object()
@@ -150,8 +166,7 @@ def setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str
 def check_runs(runs: Sequence[Path]) -> Sequence[Path]:
     """Return the directories. Raises ConfigError if one is no run's."""
     for run in runs:
-        if not (run / CONFIG_FILE).is_file():
-            raise ConfigError(f"RUN: {run} is not a run directory; name one, e.g. of `asyncflow ls`")
+        check_run_dir(run)
     return runs
 
 
@@ -213,7 +228,8 @@ def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
     """
     root = run_dir / LOGS
     if not root.is_dir():
-        raise ConfigError(f"RUN: {run_dir} is not a run directory; name one, e.g. of `asyncflow ls`")
+        check_run_dir(run_dir)
+        raise ConfigError(f"RUN: {run_dir} has no {LOGS}/; name another run, e.g. of `asyncflow ls`")
     files = sorted((path for path in root.rglob("*.log") if path.is_file()), key=lambda path: _by_rank(path, root))
     logs = [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in files]
     if who is None:
@@ -221,13 +237,30 @@ def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
     chosen = [log for log in logs if _WHO.fullmatch(who) and (log.label == who or log.label.startswith(f"{who}/"))]
     if not chosen:
         roles = sorted({log.label.partition("/")[0] for log in logs})
-        raise ConfigError(f"ROLE: {who!r} has no log here; one of {' '.join(roles)}, or ROLE/RANK")
+        raise ConfigError(f"ROLE: {who!r} has no log in {run_dir}; one of {' '.join(roles)}, or ROLE/RANK")
     return chosen
 
 
-def is_role(name: Path) -> bool:
-    """Return whether a name that is no directory may be that of a role, or of one of its ranks."""
-    return not name.exists() and _WHO.fullmatch(str(name)) is not None
+def run_and_role(run_dir: Path | None, role: str | None) -> tuple[Path, str | None]:
+    """Return what the words of `asyncflow logs` mean: one that is no directory may be a role of the newest run.
+
+    Raises:
+        ConfigError: it is neither, or there is no run.
+    """
+    if run_dir is None or role is not None or run_dir.exists() or _WHO.fullmatch(str(run_dir)) is None:
+        return run_dir or newest_run("RUN_DIR", "name a run directory"), role
+    name = str(run_dir)
+    if not any(RUNS.glob(f"*/{CONFIG_FILE}")):
+        raise ConfigError(
+            f"RUN_DIR: {name} does not exist, and there is no run in {RUNS.resolve()} of which it could be a role; "
+            f"name a run directory"
+        )
+    newest = newest_run()
+    try:
+        find_logs(newest, name)
+    except ConfigError as error:
+        raise ConfigError(f"RUN_DIR: {name} does not exist, nor is it a role of the newest run: {error}") from error
+    return newest, name
 
 
 def _by_rank(path: Path, root: Path) -> tuple[Any, ...]:

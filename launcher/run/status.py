@@ -8,6 +8,7 @@ It only reads: nothing in the run changes, and none of its processes is asked.
 
 import contextlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, plain, role_rows, table
-from launcher.run.rundir import running_launcher
+from launcher.run.rundir import check_run_dir, running_launcher
 from launcher.run.supervisor import RestartLog
 from weightsync.version import Version
 
@@ -72,14 +73,12 @@ class RunStatus:
         """Return the newest snapshot of a live run.
 
         Raises:
-            ConfigError: nothing runs there.
+            ConfigError: it is not a run's directory, or nothing runs there.
             TransportError: the launcher is starting, or a signal stopped it.
         """
-        if not run_dir.is_dir():
-            raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
-        fields = _newest_fields(run_dir)
         launcher = running_launcher(run_dir)
         if not is_live(run_dir):
+            check_run_dir(run_dir)
             raise ConfigError(
                 f"run directory: no run is active in {run_dir}; results are in metrics.jsonl and logs/; to continue: "
                 f"asyncflow-launch --resume {run_dir}"
@@ -89,6 +88,7 @@ class RunStatus:
                 f"{run_dir}: its launcher (process {launcher}) was stopped by a signal, so nobody answers; continue "
                 f"it: kill -CONT {launcher}"
             )
+        fields = _newest_fields(run_dir)
         if fields is None:
             raise TransportError(f"{run_dir}: the run is starting; ask again in a moment")
         return RunStatus(
@@ -107,8 +107,8 @@ class RunStatus:
             fields.get("pause", ""),
         )
 
-    def as_json(self) -> str:
-        """Return everything as one JSON object (SI units)."""
+    def as_json(self, *, indent: int | None = 2) -> str:
+        """Return everything as one JSON object (SI units); `indent` None: on one line."""
         fields: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "time": self.at,
@@ -123,7 +123,7 @@ class RunStatus:
             "turn": self.turn,
             "pause": self.pause,
         }
-        return json.dumps(fields, indent=2)
+        return json.dumps(fields, indent=indent)
 
     def as_text(self, now: float) -> str:
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
@@ -245,12 +245,12 @@ class RunEnd:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             fields = json.loads((run_dir / END_FILE).read_text())
             restarts = RestartLog.from_summary(fields["restarts"])
-            return RunEnd(run_dir, fields["lines"], fields["exit_code"], fields["time"], restarts)
+            lines = _as_of(run_dir, fields["run_dir"], fields["lines"])
+            return RunEnd(run_dir, lines, fields["exit_code"], fields["time"], restarts)
         if not (run_dir / CONFIG_FILE).is_file():
             return None
-        return RunEnd.killed(
-            run_dir, max((int(line["step"]) for line in LineReader(run_dir / METRICS_FILE).read()), default=0)
-        )
+        finished = [int(line["step"]) for line in _numbered_lines(run_dir / METRICS_FILE)]
+        return RunEnd.killed(run_dir, max(finished, default=0))
 
     @staticmethod
     def killed(run_dir: Path, step: int) -> "RunEnd":
@@ -265,7 +265,7 @@ class RunEnd:
     def write(self) -> None:
         replace_text(self.run_dir / END_FILE, self.as_json())
 
-    def as_json(self) -> str:
+    def as_json(self, *, indent: int | None = 2) -> str:
         fields = {
             "run_dir": str(self.run_dir),
             "time": self.at,
@@ -273,11 +273,20 @@ class RunEnd:
             "lines": list(self.lines),
             "restarts": self.restarts.to_summary(),
         }
-        return json.dumps(fields, indent=2)
+        return json.dumps(fields, indent=indent)
 
     def as_text(self, now: float) -> str:
         ago = "" if self.at is None else f" {_duration(now - self.at)} ago, exit code {self.code}"
         return plain("\n".join([f"{self.run_dir}: ended{ago}", *_restart_lines(self.restarts, now), *self.lines]))
+
+
+def _as_of(run_dir: Path, written_in: str, lines: Sequence[str]) -> list[str]:
+    """Return lines that name the directory which is read: a run may have been moved or copied since they were made."""
+    here = run_dir.resolve()
+    if here == Path(written_in).resolve():
+        return list(lines)
+    old = re.compile(rf"(?<![\w/]){re.escape(written_in)}(?![\w.-])")
+    return [old.sub(lambda _: str(here), line) for line in lines]
 
 
 def read_status(run_dir: Path) -> RunStatus | RunEnd:
@@ -342,5 +351,9 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
-    lines = LineReader(run_dir / EVALUATION_FILE).read()
-    return max(lines, key=lambda line: int(line["step"]), default=None)
+    return max(_numbered_lines(run_dir / EVALUATION_FILE), key=lambda line: int(line["step"]), default=None)
+
+
+def _numbered_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that have a step; damaged ones are what `asyncflow report` and `verify` complain about."""
+    return [line for _, line in LineReader(path).read_lines().lines if isinstance(line.get("step"), int)]

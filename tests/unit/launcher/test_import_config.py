@@ -177,6 +177,10 @@ def test_what_would_learn_something_else_is_refused_by_key(
         (TRL_FILE, "scale_rewards", ["group"]),
         (TRL_FILE, "vllm_tensor_parallel_size", 0),
         (TRL_FILE, "vllm_importance_sampling_clip_max", 0),
+        (TRL_FILE, "learning_rate", "abc"),
+        (TRL_FILE, "adam_beta1", "abc"),
+        (TRL_FILE, "epsilon", -1),
+        (VERL_FILE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "foo"),
         (VERL_FILE, "data.train_files", 7),
         (VERL_FILE, "data.val_files", [1]),
         (VERL_FILE, "trainer.test_freq", "often"),
@@ -249,6 +253,66 @@ def test_ppo_of_verl_has_a_critic_and_its_penalty_in_the_reward(tmp_path: Path) 
     assert values["algorithm"]["kl_placement"] == "reward"
     assert values["critic"]["lr"] == 2e-5
     assert load_config(tmp_path / "new.yaml", overrides=["reward.function=math"]).algorithm.name == "ppo"
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "meant"),
+    [
+        (TRL_FILE, "learning_rat", "learning_rate"),
+        (TRL_FILE, "vllm_tensor_paralel_size", "vllm_tensor_parallel_size"),
+        (VERL_FILE, "actor_rollout_ref.actor.optim.lrr", "actor_rollout_ref.actor.optim.lr"),
+        (VERL_FILE, "actor_rollout_ref.actr.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
+        ({}, "learning_rat", "learning_rate"),
+    ],
+)
+def test_misspelt_key_is_refused_with_the_one_that_is_meant(
+    given: dict[str, Any], key: str, meant: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        imported(with_value(given, key, 1), tmp_path)
+
+
+def test_keys_of_theirs_that_resemble_others_are_left_out(tmp_path: Path) -> None:
+    for key in ("gradient_checkpointing_kwargs", "optim_target_modules", "eval_accumulation_steps", "bf16_full_eval"):
+        imported(with_value(TRL_FILE, key, 1), tmp_path)
+    for key in ("actor.ppo_micro_batch_size", "rollout.mode", "rollout.bogus", "actor.optim.min_lr"):
+        imported(with_value(VERL_FILE, f"actor_rollout_ref.{key}", 1), tmp_path)
+        assert "no counterpart is known" in (tmp_path / "new.yaml").read_text()
+    for key in ("trainer.max_critic_ckpt_to_keep", "data.val_batch_size", "data.filter_overlong_prompts_workers"):
+        imported(with_value(VERL_FILE, key, 1), tmp_path)
+
+
+def test_configuration_of_ours_is_taken_for_nobody_else_s(tmp_path: Path) -> None:
+    for mine in ("configs/quickstart.yaml", "configs/smollm2-two-digit-sums-cpu.yaml"):
+        with pytest.raises(ConfigError, match="AsyncFlow configuration already"):
+            import_config(ROOT / mine)
+    imported(TRL_FILE, tmp_path)
+    resolved = tmp_path / "config.yaml"
+    load_config(tmp_path / "new.yaml").save(tmp_path)
+    with pytest.raises(ConfigError, match="AsyncFlow configuration already"):
+        import_config(resolved)
+
+
+def test_one_key_says_whose_a_file_is(tmp_path: Path) -> None:
+    assert imported({"learning_rate": 2e-6}, tmp_path)["actor"]["lr"] == 2e-6
+    assert "# TO FILL IN: steps, reward.function, data.path, model.path\n" in (tmp_path / "new.yaml").read_text()
+    assert imported({"data": {"train_batch_size": 1024}}, tmp_path)["actor"]["num_mini_batches"] == 4
+
+
+def test_broken_json_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{\n"learning_rate": }')
+    with pytest.raises(ConfigError, match="bad.json:2: JSON syntax"):
+        import_config(tmp_path / "bad.json")
+
+
+def test_trl_s_unset_max_steps_leaves_steps_to_fill_in(tmp_path: Path) -> None:
+    assert "steps" not in imported({**TRL_FILE, "max_steps": -1, "warmup_ratio": 0}, tmp_path)
+    assert "# steps:  max_steps -1 sets none; num_train_epochs 3.0 x" in (tmp_path / "new.yaml").read_text()
+
+
+def test_arguments_of_trl_s_model_become_ours(tmp_path: Path) -> None:
+    given = {**TRL_FILE, "model_init_kwargs": {"torch_dtype": "float32", "attn_implementation": "sdpa"}}
+    assert imported(given, tmp_path)["model"]["dtype"] == "float32"
 
 
 def test_file_of_neither_system_and_a_file_that_exists_are_one_line(tmp_path: Path) -> None:

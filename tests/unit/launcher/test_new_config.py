@@ -63,6 +63,30 @@ def test_file_that_cannot_be_written_is_one_line_and_leaves_nothing(place: Path)
     assert not (place / "config.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "nosuch"], "--model: 'nosuch' does not exist"),
+        (["--data", "nosuch.jsonl"], "--data: 'nosuch.jsonl' does not exist"),
+        (
+            ["--prompt-field", "nope"],
+            "--prompt-field: sums #1.jsonl has no field 'nope' in its first row; found: prompt",
+        ),
+        (["--ground-truth-field", "nope"], "--ground-truth-field: sums #1.jsonl has no field 'nope'"),
+        (["--data", "other.jsonl"], "--ground-truth-field: missing, and --reward exact compares with it; name one of"),
+        (["--data", "empty.jsonl"], "data"),
+    ],
+)
+def test_refusal_names_the_option_and_leaves_nothing(options: list[str], says: str, place: Path) -> None:
+    (place / "other.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n')
+    (place / "empty.jsonl").write_text("")
+    given = ["--model", str(MODEL), "--data", "sums #1.jsonl", "--reward", "exact", *options]
+    said = CliRunner().invoke(main, ["init", *given])
+    assert said.exit_code == 2
+    assert says in said.output
+    assert not (place / "config.yaml").exists()
+
+
 def test_data_that_is_no_text_is_left_to_the_dry_run(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\n")
     assert first_fields(str(tmp_path / "rows.jsonl")) == ()

@@ -36,13 +36,15 @@ def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "curves.svg"
     plot([run_dir, other, other], ["reward_mean", "evaluation/accuracy"], output)
     plot([run_dir, other], ["reward_mean"], output, steps=(1, 2), group="seed")
-    with pytest.raises(ConfigError, match="--step: no run has reward_mean in steps 4 to 9"):
+    with pytest.raises(ConfigError, match="--step: no run has reward_mean in steps 4 to 9; they have steps 1 to 3"):
         plot([run_dir], ["reward_mean"], output, steps=(4, 9))
     assert ElementTree.parse(output).getroot().tag.endswith("svg")
     with pytest.raises(ConfigError, match="--metric: no run has 'rewards_mean'; did you mean 'reward_mean'"):
         plot([run_dir], ["rewards_mean"], output)
-    with pytest.raises(ConfigError, match=r"-o: .*curves.foo cannot be written"):
+    with pytest.raises(ConfigError, match=r"-o: .*curves.foo cannot be written .*name a .png"):
         plot([run_dir], ["reward_mean"], tmp_path / "curves.foo")
+    with pytest.raises(ConfigError, match="g.png cannot be written: No such file or directory; name a file elsewhere"):
+        plot([run_dir], ["reward_mean"], tmp_path / "none" / "g.png")
 
 
 def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp_path: Path) -> None:
@@ -53,6 +55,8 @@ def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp
     assert list(groups)[1] == "actor.lr 0.5, 1 run" and next(iter(groups)).endswith(", 2 runs")
     with pytest.raises(ConfigError, match=r"--group: no run has a setting 'actor.lrr'; did you mean 'actor.lr'\?"):
         grouped_runs([run_dir], "actor.lrr")
+    with pytest.raises(ConfigError, match=r"--group: no run has a setting 'nosuch.key'; they differ in .*actor.lr"):
+        grouped_runs([run_dir, others[1]], "nosuch.key")
     spread = 2**0.5
     assert mean_curve([{1: 1.0, 2: 4.0}, {1: 3.0}]) == (
         [1, 2], [2.0, 4.0], pytest.approx([2 - spread, 4.0]), pytest.approx([2 + spread, 4.0]),

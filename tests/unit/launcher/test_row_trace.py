@@ -102,6 +102,7 @@ def test_a_number_that_no_row_can_have_is_refused_in_one_line(run_dir: Path) -> 
     result = CliRunner().invoke(main, ["trace", str(run_dir), "9" * 20])
     assert (result.exit_code, result.output.count("\n")) == (2, 1)
     assert "ROW" in result.output
+    assert "'abc' is not a valid whole number from 0" in CliRunner().invoke(main, ["trace", str(run_dir), "abc"]).output
 
 
 def test_what_replaced_a_kept_rows_group_is_told(run_dir: Path) -> None:

@@ -168,6 +168,7 @@ def test_recording_of_killed_processes_is_not_known(tmp_path: Path) -> None:
 
 
 def test_command_writes_a_trace_and_a_page_and_prints_the_account(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("")
     done = CliRunner().invoke(main, ["timeline", str(run_dir)])
     assert done.exit_code == 0, done.output
     written = {path.name for path in (run_dir / "timeline").iterdir() if path.suffix != ".jsonl"}
@@ -177,6 +178,7 @@ def test_command_writes_a_trace_and_a_page_and_prints_the_account(run_dir: Path)
 
 
 def test_command_refuses_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
     refused = CliRunner().invoke(main, ["timeline", str(tmp_path)])
     assert refused.exit_code == 2
     assert "has no timeline" in refused.output

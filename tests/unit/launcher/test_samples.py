@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
 from launcher.report.report import samples_text
 
 
@@ -61,6 +63,19 @@ def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: 
 def test_a_step_without_samples_is_named(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--step: 7 has no samples; there are steps 1 to 2"):
         samples_text(run_dir, steps=(7, 7), worst=0, best=0, number=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--step", "5-2"], "--step: '5-2' goes backwards; give 2-5"),
+        (["--worst", "0"], "--worst: 0 is not in the range x>=1"),
+    ],
+)
+def test_options_that_choose_nothing_are_refused(options: list[str], says: str, run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("")
+    refused = CliRunner().invoke(main, ["samples", str(run_dir), *options])
+    assert refused.exit_code == 2 and says in refused.output
 
 
 def test_steps_group_and_text_choose_rollouts(run_dir: Path) -> None:

@@ -74,6 +74,29 @@ def test_logs_are_of_the_newest_run_if_none_is_named(tmp_path: Path, monkeypatch
     said = CliRunner().invoke(main, ["logs", "rollout/2", "-n", "1"])
     assert (said.exit_code, said.output) == (0, "last of 2\n")
     assert CliRunner().invoke(main, ["logs", "runs/b"]).exit_code == 2
+    said = CliRunner().invoke(main, ["logs", "nosuch"])
+    assert said.exit_code == 2
+    assert "nosuch does not exist, nor is it a role of the newest run: ROLE: 'nosuch' has no log in" in said.output
+    monkeypatch.chdir(tmp_path / "runs")
+    said = CliRunner().invoke(main, ["logs", "nosuch"])
+    assert said.exit_code == 2 and "nosuch does not exist, and there is no run in" in said.output
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "logs", "verify", "timeline", "plot", "view", "report", "samples", "diff", "trace"]
+)
+@pytest.mark.parametrize(
+    ("name", "why"), [("none/such", "does not exist"), ("file.txt", "is a file"), ("empty", "has no config.yaml")]
+)
+def test_every_command_refuses_what_is_no_run_in_the_same_words(
+    command: str, name: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    more = {"trace": ["1"], "diff": [str(tmp_path)]}.get(command, [])
+    said = CliRunner().invoke(main, [command, str(tmp_path / name), *more])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
+    assert f"{name} is not a run directory (it {why}); name one" in said.output
 
 
 def test_no_key_of_a_configuration_commands_the_terminal(tmp_path: Path) -> None:
@@ -97,6 +120,14 @@ def test_difference_has_the_settings_that_differ_and_figures_of_the_same_steps(t
     assert "name" in rows
 
 
+def test_comparison_that_is_wider_than_the_terminal_has_a_block_for_each_setting_and_figure(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / f"run-with-a-long-name-{k}", reward=k) for k in range(6)]
+    text = diff_text(runs)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\nreward_mean\n  run-with-a-long-name-0  2 +- 1\n  run-with-a-long-name-1  3 +- 1\n" in text
+    assert len(diff_text(runs, width=400).splitlines()) < len(text.splitlines())
+
+
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path) -> None:
     one = made_run(tmp_path / "one")
     for others in ((tmp_path / "absent",), (made_run(tmp_path / "empty", steps=0),)):
@@ -112,7 +143,7 @@ def test_logs_are_chosen_by_role_and_rank_and_cannot_command_the_terminal(tmp_pa
     assert list(log_lines(find_logs(run, "rollout/2"), number=1)) == ["last of 2"]
     assert list(log_lines(find_logs(run, "launcher"), number=9)) == ["the launcher\\x1b[31m"]
     for who in ("nobody", "../../etc", "rollout/7"):
-        with pytest.raises(ConfigError, match="has no log here"):
+        with pytest.raises(ConfigError, match=f"has no log in {run}"):
             find_logs(run, who)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,10 +129,13 @@ def test_the_json_has_the_same_in_si_units() -> None:
 
 
 def test_a_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory .it does not exist"):
+        RunStatus.read(tmp_path / "nowhere")
+    (tmp_path / "config.yaml").write_text("steps: 9\n")
     with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist"):
-        RunStatus.read(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="not a run directory .it is a file"):
+        read_status(tmp_path / "config.yaml")
 
 
 def test_run_that_ended_says_how_and_why(tmp_path: Path) -> None:
@@ -169,8 +173,27 @@ def test_end_of_an_earlier_start_says_nothing_of_a_live_run(tmp_path: Path) -> N
 
 
 def test_directory_that_is_no_runs_is_refused_by_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run is active in"):
+    with pytest.raises(ConfigError, match="not a run directory .it has no config.yaml"):
         read_status(tmp_path)
+
+
+def test_step_that_a_line_lacks_does_not_hide_how_a_run_ended(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 9\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"loss": 1}\n')
+    assert "(step 2)" in read_status(tmp_path).as_text(0.0)
+
+
+def test_end_of_a_run_that_was_copied_names_the_copy(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    lines = [f"model: {old}/checkpoints/step_000040/hf", f"look at it: asyncflow view {old}", f"not {old}er/x"]
+    RunEnd(old, lines, 0, 1.0).write()
+    assert read_status(old).as_text(0.0).splitlines()[1:] == lines
+    shutil.copytree(old, new)
+    assert read_status(new).as_text(0.0).splitlines()[1:] == [
+        *(x.replace(f"{old}", f"{new}") for x in lines[:2]),
+        lines[2],
+    ]
 
 
 def job_of(pid: int, port: int) -> Job:
@@ -216,6 +239,7 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
     Job("10.0.0.1", 1, "00", 1, (), 0, "", 1, 0.0, clock).save(tmp_path)
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
     assert RunStatus.read(tmp_path).controllers
+    (tmp_path / "config.yaml").write_text("")
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time() - 60).as_json())
     with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
@@ -232,6 +256,7 @@ def test_run_that_was_killed_on_this_host_is_over_whatever_it_wrote_last(tmp_pat
     with subprocess.Popen(["true"]) as launcher:
         launcher.wait()
     job_of(launcher.pid, 1).save(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
     with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
@@ -267,3 +292,6 @@ def test_a_run_that_is_starting_is_watched_until_it_ends(tmp_path: Path, monkeyp
     assert shown.exit_code == 0 and not said
     assert "the run is starting" in shown.output and "log-probs" in shown.output
     assert shown.output.endswith("done (step 3/3)\n")
+    said += [TransportError("the run is starting"), status(), ended]
+    shown = CliRunner().invoke(main, ["status", str(tmp_path), "--watch", "--json"])
+    assert ["run_dir" in json.loads(line) for line in shown.stdout.splitlines()] == [True, True]
