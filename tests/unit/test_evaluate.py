@@ -301,7 +301,7 @@ def test_line_of_several_sets_has_the_first_ones_figures_and_each_under_its_name
     [
         ("evaluate.path=quickstart/held_out.jsonl", "give either path or source, or sets"),
         ("evaluate.sets.held.path=null", "held has no prompts; give it path or source"),
-        ("evaluate.sets.seen.temperature=0", "4 greedy responses to one prompt of set seen are all the same"),
+        ("evaluate.sets.seen.temperature=0", "seen.n_samples_per_prompt: 4 .*; greedy responses to one prompt are all the"),
         ("evaluate.sets.held.path=nowhere.jsonl", "evaluate.sets.held.path: 'nowhere.jsonl' does not exist"),
         ("evaluate.sets={'a b': {path: quickstart/held_out.jsonl}}", "the name 'a b' must be made of"),
         ("evaluate.sets.held.interval=3", "evaluate.sets.held.interval: unknown key"),

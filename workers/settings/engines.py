@@ -183,7 +183,7 @@ class TeacherConfig(TeacherModel):
     def _sources_have_models(self) -> Self:
         for name, one in self.sources.items():
             if one.path is None:
-                raise ValueError(f"sources: {name} has no path; name its teacher")
+                raise self.refusal_of(("sources", name), dict(one), "it has no path; name the teacher of these rows")
         return self
 
     @property

@@ -154,10 +154,12 @@ class EvaluateConfig(HeldOutSet):
     def _responses_to_a_prompt_differ(self) -> Self:
         for name, one in self.named_sets().items():
             if one.temperature == 0 and one.n_samples_per_prompt > 1:
-                of = f" of set {name}" if name else ""
-                raise ValueError(
-                    f"{one.n_samples_per_prompt} greedy responses to one prompt{of} are all the same; set "
-                    f"n_samples_per_prompt to 1, or temperature above 0"
+                key = "n_samples_per_prompt"
+                own = bool(name) and self.sets[name].n_samples_per_prompt is not None
+                raise self.refusal_of(
+                    ("sets", name, key) if own else (key,),
+                    one.n_samples_per_prompt,
+                    f"greedy responses to one prompt are all the same; set {key} to 1, or temperature above 0",
                 )
         return self
 

@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_shown_is_refused_before_a_start(tmp_path: Path, m
             "rollout.stop: cannot be used with the engine sim",
         ),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
-        (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
+        (["--set", "evaluate.n_samples_per_prompt=4"], "n_samples_per_prompt: 4 cannot be used (from --set"),
         (
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
             "evaluate:3 is more ranks than there are versions to evaluate",

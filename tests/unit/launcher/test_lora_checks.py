@@ -97,10 +97,13 @@ def test_targets_are_a_list_of_names_or_all(targets: str, message: str) -> None:
     assert "\n" not in str(refused.value) and " more)" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("key", "message"), [("use_dora", "use_dora is not supported"), ("r", "is called rank here")])
-def test_names_of_peft_are_answered(key: str, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        LoraConfig.model_validate({"rank": 4, key: 1})
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("use_dora", "it is not supported; remove it"), ("r", "it is called rank here; rename it")],
+)
+def test_names_of_peft_are_answered_and_told_where_they_were_given(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^lora.{key}: 8 cannot be used .from --set lora.{key}=8.; {message}$"):
+        configure(f"lora.{key}=8")
 
 
 def test_scaling_is_peft_s() -> None:
