@@ -15,6 +15,7 @@ import torch
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.json_lines import JsonLines
 from asyncflow.timeline import NoTimeline
+from launcher.checks.preflight import check_held_out
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
@@ -310,6 +311,19 @@ def test_line_of_several_sets_has_the_first_ones_figures_and_each_under_its_name
 def test_a_set_that_cannot_be_used_is_named(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         with_sets(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("evaluate.sets.held.prompt_field=nope", "set evaluate.sets.held.prompt_field to the right one, or name anot"),
+        ("evaluate.ground_truth_field=nope", "set evaluate.sets.held.ground_truth_field to the right one, or name an"),
+        ("evaluate.sets.seen.chat_template=true", "^evaluate.sets.seen.chat_template: .* has none; set it to false$"),
+    ],
+)
+def test_rows_that_a_set_cannot_read_are_refused_by_the_sets_own_settings(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_held_out(with_sets(override))
 
 
 @pytest.mark.parametrize(

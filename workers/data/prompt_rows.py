@@ -366,7 +366,8 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
             )
     elif type(prompt) is not str:
         raise ConfigError(
-            f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text or messages"
+            f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; {config.key('prompt_field')} must name text or "
+            f"messages"
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
@@ -380,8 +381,8 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
             ) from error
     if type(ground_truth) is not str:
         raise ConfigError(
-            f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; data.ground_truth_field must name "
-            f"text or a number"
+            f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; {config.key('ground_truth_field')} "
+            f"must name text or a number"
         )
     return prompt, ground_truth
 
@@ -407,7 +408,7 @@ def _messages(messages: list[Any], field_name: str, config: DataConfig, where: s
     """Check messages and join contents that consist of parts (`{type: text, text: ...}`)."""
     what = f"{where}: {field_name!r}"
     if not config.chat_template:
-        raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
+        raise ConfigError(f"{what} is a list (of messages); set {config.key('chat_template')} to true, or name a text")
     joined = [_message(one) if isinstance(one, dict) else one for one in messages]
     texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
              for one in joined)  # fmt: skip
@@ -448,8 +449,9 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
         if name is not None and field_of(row, name) is _ABSENT
     )
     found = ", ".join(sorted(_paths_of(row))) or "none"
-    or_null = ", or to null if your reward needs none" if key == "ground_truth_field" else ""
-    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one{or_null}")
+    may_be_null = key == "ground_truth_field" and not config.is_held_out
+    or_null = ", or to null if your reward needs none" if may_be_null else ""
+    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set {config.key(key)} to the right one{or_null}")
 
 
 def _paths_of(row: Mapping[str, Any]) -> Iterator[str]:
@@ -511,7 +513,8 @@ def check_prompts(
     with BOS twice; or no response could end.
     """
     if tokenizer is None:
-        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
+        key = config.key("chat_template")
+        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates, key=key) as tokenizer:
             return _check(rows, config, tokenizer)
     return _check(rows, config, tokenizer)
 
@@ -588,7 +591,7 @@ def _check_rendering(samples: list[_Sample], config: DataConfig, tokenizer: Mode
     for sample, text in zip(samples, again, strict=True):
         if sample.text != text:
             raise ConfigError(
-                f"data.chat_template: the chat template of {tokenizer.model_dir} renders "
+                f"{config.key('chat_template')}: the chat template of {tokenizer.model_dir} renders "
                 f"{sample.row.describe_place(config)} as {excerpt(sample.text)}, then as {excerpt(text)}; take out "
                 f"what it draws at random, since a group must keep its prompt"
             )
@@ -671,7 +674,7 @@ class _Borders:
             raise ConfigError(f"{what}, which ends a response, so none could begin; {advice}")
         if bos is not None and list(tokens[:2]) == [bos, bos]:
             who = (
-                f"data.chat_template: the chat template of {model_dir}"
+                f"{config.key('chat_template')}: the chat template of {model_dir}"
                 if config.chat_template
                 else (f"model.path: the tokenizer of {model_dir}, which adds one,")
             )
@@ -692,7 +695,8 @@ class _Borders:
         """Return which of template, text and tokenizer ended a prompt, and what to do about it."""
         where, model_dir = sample.row.describe_place(self._config), self._tokenizer.model_dir
         if self._config.chat_template:
-            what = f"data.chat_template: the chat template of {model_dir} ends {where} with {self._describe_token(end)}"
+            key, token = self._config.key("chat_template"), self._describe_token(end)
+            what = f"{key}: the chat template of {model_dir} ends {where} with {token}"
             return what, "have it open the assistant's message where add_generation_prompt is true"
         (own,) = self._tokenizer.encode([sample.text], special=False)
         if own and own[-1] == end:

@@ -184,8 +184,9 @@ class EvaluateConfig(HeldOutSet):
             found[name] = self.model_copy(update={**given, **origin, "sets": {}})
         return found
 
-    def prompts(self, data: DataConfig) -> DataConfig:
-        """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`."""
+    def prompts(self, data: DataConfig, *, key: str = "evaluate") -> DataConfig:
+        """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`;
+        `key`: the section of the set, for messages."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts, and sets have theirs"
         own = {name: getattr(self, name) for name in _ORIGIN}
         given = {name: value for name in _OF_DATA if (value := getattr(self, name)) is not None}
@@ -196,7 +197,7 @@ class EvaluateConfig(HeldOutSet):
             "shuffle": False,
             "completion_field": None,  # a response is generated and compared with the ground truth
         }
-        return data.model_copy(update={**own, **given, **changed})
+        return data.of_section(key, **own, **given, **changed)
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
         """Return how the engine is made that answers held-out prompts; null settings are inherited from the rollout.
@@ -211,6 +212,11 @@ class EvaluateConfig(HeldOutSet):
         sets = [one.sampling(rollout) for one in self.named_sets().values()]
         drawn = sets[0] if len({one.draws_by for one in sets}) == 1 else sampling.model_copy(update=_NEUTRAL)
         return drawn.model_copy(update={"max_response_tokens": max(one.max_response_tokens for one in sets)})
+
+
+def key_of_set(name: str) -> str:
+    """Return the section of a set of `EvaluateConfig.named_sets`, for messages."""
+    return f"evaluate.sets.{name}" if name else "evaluate"
 
 
 # Settings of a set that say where its prompts are, and which of the data's settings it may replace.

@@ -812,5 +812,7 @@ def test_held_out_rows_without_the_fields_of_ones_own_data_name_their_own_settin
     settings = ["data.path=mine.jsonl", "data.prompt_field=question", "data.ground_truth_field=answer"]
     message = refuse(tmp_path, write_config(), *EVALUATE, *(word for each in settings for word in ("--set", each)))
     assert message.startswith("evaluate.path: ") and "no field 'question'" in message
-    assert "name a file that has them (--set evaluate.path=FILE), or the fields that it has" in message
-    assert message.endswith("(--set evaluate.prompt_field=NAME), or leave the role evaluate out")
+    assert message.endswith(
+        "; set evaluate.prompt_field to the right one, or name another file (--set evaluate.path=FILE), or leave the "
+        "role evaluate out"
+    )
