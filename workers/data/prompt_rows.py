@@ -410,14 +410,30 @@ def _messages(messages: list[Any], field_name: str, config: DataConfig, where: s
     if not config.chat_template:
         raise ConfigError(f"{what} is a list (of messages); set {config.key('chat_template')} to true, or name a text")
     joined = [_message(one) if isinstance(one, dict) else one for one in messages]
-    texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-             for one in joined)  # fmt: skip
-    if not joined or not all(texts):
+    wrong = "it is an empty list" if not joined else ""
+    for number, one in enumerate(joined, start=1):
+        if fault := _fault_of(one):
+            wrong = f"message {number} of {len(joined)}, {excerpt(_as_text(messages[number - 1]))}, {fault}"
+            break
+    if wrong:
         raise ConfigError(
             f"{what} must be text, or messages with a role and a content that is text, or a list of parts of type "
-            f"text; correct the row"
+            f"text, but {wrong}; correct the row"
         )
     return joined
+
+
+def _fault_of(message: object) -> str:
+    """Return what keeps a template from rendering a message; "": nothing."""
+    if not isinstance(message, dict):
+        return f"is {kind_of(message)}"
+    for name in ("role", "content"):
+        value = message.get(name)
+        if value is None:
+            return f"has no {name}"
+        if not isinstance(value, str):
+            return f"has a {name} that is {kind_of(value)}"
+    return ""
 
 
 def _message(message: Mapping[str, Any]) -> Message:
