@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 import configs
 from asyncflow.errors import ConfigError
@@ -229,6 +230,18 @@ def test_rows_with_their_completions_are_as_long_as_the_limit_says(model_dir: Pa
     trained(model_dir, row, completion_field="completion", max_prompt_tokens=6, overlong="reject")
     with pytest.raises(ConfigError, match="the row has 6 tokens"):
         trained(model_dir, row, completion_field="completion", max_prompt_tokens=5, overlong="reject", checked=True)
+    with pytest.raises(ConfigError, match="the only row of .* is longer than 5 tokens; raise it"):
+        trained(model_dir, row, completion_field="completion", max_prompt_tokens=5)
+
+
+def test_a_row_beyond_the_tokenizers_limit_is_told_by_our_checks_alone(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_logging.get_logger("transformers"), "propagate", True)
+    file = model_dir / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 3}))
+    text, _ = trained(model_dir, {"prompt": "3+5=", "completion": "8"}, completion_field="completion")
+    assert text == "3+5=8<eos>" and not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -291,9 +291,10 @@ def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataCon
     """Raise ConfigError if no prompt of some source is short enough, i.e. its part is missing from `left`."""
     for part, one in enumerate(config.parts()):
         if part not in left:
+            number, what = sum(row.part == part for row in rows), "prompt" if one.completion_field is None else "row"
+            all_of_them = f"the only {what} of {one.name} is" if number == 1 else f"all {number} {what}s of {one.name} are"
             raise ConfigError(
-                f"data.max_prompt_tokens: all {sum(row.part == part for row in rows)} prompts of {one.name} are longer "
-                f"than {config.max_prompt_tokens} tokens; raise it"
+                f"data.max_prompt_tokens: {all_of_them} longer than {config.max_prompt_tokens} tokens; raise it"
             )
 
 

@@ -67,6 +67,8 @@ def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettin
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path: cannot load the tokenizer of {model_dir}: {reason}") from error
+    # Our checks refuse or skip what is too long, and name the setting; transformers would warn of it besides.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if templates.options:
         _check_options(tokenizer, templates.options)
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **templates.options)
