@@ -11,7 +11,7 @@ from tq.policies import policy_name
 from workers.settings.algorithms import ALGORITHMS, ZERO_VARIANCE, DistillConfig
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.rollout import SamplingConfig
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 from workers.settings.schedule import ScheduleMode
 from workers.settings.vllm import LORA_RANKS
 
@@ -159,6 +159,19 @@ def _asks_no_teacher(run: RunConfig) -> bool:
     return run.algorithm.name in ALGORITHMS and not getattr(run.algorithm, "teacher_coef", 0)
 
 
+def _idle_system_prompt(run: RunConfig) -> str:
+    """Return the section of an evaluation's system prompt that no chat template gets; "": there is none."""
+    named = run.evaluate.named_sets()
+    for name, own in {"": run.evaluate, **run.evaluate.sets}.items():
+        readers = [
+            one for of, one in named.items() if of == name or (not name and one.system_prompt == own.system_prompt)
+        ]
+        templates = [run.data.chat_template if one.chat_template is None else one.chat_template for one in readers]
+        if own.system_prompt is not None and not any(templates):
+            return key_of_set(name)
+    return ""
+
+
 _REF_INTERVAL = "algorithm.ref_update_interval"
 
 OF_EVALUATIONS: Rules = {
@@ -166,6 +179,8 @@ OF_EVALUATIONS: Rules = {
     "evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out": lambda run: (
         "evaluate" in run.roles and not run.evaluate.has_prompts
     ),
+    "{found}.system_prompt: there is no chat template to put it in; set {found}.chat_template to true, or remove "
+    "this": lambda run: "evaluate" in run.roles and _idle_system_prompt(run),
     "evaluate.sets: they draw in different ways, which evaluate.engine {evaluate.engine} cannot; give all the same "
     "temperature, top_p and top_k": lambda run: (
         "evaluate" in run.roles and ":" in run.evaluate.engine and len({one.draws_by for one in _sets(run)}) > 1

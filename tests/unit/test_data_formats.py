@@ -271,8 +271,8 @@ NO_MESSAGES = (
         (
             [{"role": "user", "content": [{"type": "image"}]}],
             {},
-            f"""{NO_MESSAGES}message 1 of 1, '{{"role":"user","content":[{{"type":"image"}}]}}', has a content that is """
-            "a list",
+            f"""{NO_MESSAGES}message 1 of 1, '{{"role":"user","content":[{{"type":"image"}}]}}', has a content that """
+            "is a list",
         ),
         (["1+1?"], {}, f"{NO_MESSAGES}message 1 of 1, '1+1?', is text; correct the row"),
         (

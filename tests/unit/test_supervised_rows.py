@@ -204,6 +204,12 @@ def test_what_cannot_be_trained_is_named_by_its_line(
     assert "rows.jsonl:1" in str(caught.value)
 
 
+def test_a_conversation_takes_no_template_of_a_prompt(model_dir: Path) -> None:
+    row, settings = {"messages": CONVERSATION}, {"completion_field": "messages", "prompt_template": "So: {prompt}"}
+    with pytest.raises(ConfigError, match="rows.jsonl:1: 'messages' is a whole conversation, which data.prompt_templ"):
+        trained(model_dir, row, PLAIN, **settings)
+
+
 def test_a_template_that_renders_at_random_is_refused(model_dir: Path) -> None:
     template = PLAIN.replace("'+' + m.content", "'+' ~ (range(99999) | random)")
     with pytest.raises(ConfigError, match=r"renders .*rows.jsonl:1 differently each time|rows.jsonl:1 in another way"):

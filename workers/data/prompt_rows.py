@@ -292,7 +292,9 @@ def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataCon
     for part, one in enumerate(config.parts()):
         if part not in left:
             number, what = sum(row.part == part for row in rows), "prompt" if one.completion_field is None else "row"
-            all_of_them = f"the only {what} of {one.name} is" if number == 1 else f"all {number} {what}s of {one.name} are"
+            all_of_them = (
+                f"the only {what} of {one.name} is" if number == 1 else f"all {number} {what}s of {one.name} are"
+            )
             raise ConfigError(
                 f"data.max_prompt_tokens: {all_of_them} longer than {config.max_prompt_tokens} tokens; raise it"
             )
@@ -338,6 +340,11 @@ def _prompt_and_completion(
         if not any(one["role"] == "assistant" for one in completion):
             raise ConfigError(f"{where}: {name!r} has no message of the assistant, so nothing is trained; remove it")
         if completion[0]["role"] != "assistant":
+            if config.prompt_template != PLACEHOLDER:
+                raise ConfigError(
+                    f"{where}: {name!r} is a whole conversation, which data.prompt_template is not applied to; leave "
+                    f"that out"
+                )
             return [], completion
     elif type(completion) is not str:
         raise ConfigError(

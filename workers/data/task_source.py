@@ -92,8 +92,7 @@ class TaskSource:
 def held_out_sets(config: RunConfig) -> dict[str, list[PromptRow]]:
     """Return name -> rows of each set of one evaluation ("": the section's own); raises as `held_out_rows` does."""
     return {
-        name: held_out_rows(config, own, key=key_of_set(name))
-        for name, own in config.evaluate.named_sets().items()
+        name: held_out_rows(config, own, key=key_of_set(name)) for name, own in config.evaluate.named_sets().items()
     }
 
 

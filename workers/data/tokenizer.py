@@ -304,7 +304,12 @@ class ModelTokenizer:
         # Templates come from strangers: transformers runs them in jinja2's sandbox, and the child lets us kill an
         # endless one.
         if chat or self._raw is None:
-            settings = {"model_dir": str(model_dir), "chat": chat, "templates": msgspec.to_builtins(templates), "key": key}
+            settings = {
+                "model_dir": str(model_dir),
+                "chat": chat,
+                "templates": msgspec.to_builtins(templates),
+                "key": key,
+            }
             what = f"{key}: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
             self._pool = CallPool(
                 Entry("workers.data.tokenizer:tokenizer_in_child", settings),

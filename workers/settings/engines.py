@@ -31,6 +31,9 @@ REF_ENGINES = Registry(
 )
 
 
+_NO_SHARDS = "only engine fsdp divides a copy over ranks; set engine to fsdp, or shards to 1"
+
+
 class TrainingConfig(Settings):
     """How a model is trained."""
 
@@ -186,6 +189,12 @@ class TeacherConfig(TeacherModel):
                 raise self.refusal_of(("sources", name), dict(one), "it has no path; name the teacher of these rows")
         return self
 
+    @model_validator(mode="after")
+    def _shards_are_shared(self) -> Self:
+        if self.shards > 1 and self.engine != "fsdp":
+            raise self.refusal("shards", _NO_SHARDS)
+        return self
+
     @property
     def ranks_per_copy(self) -> int:
         return self.shards if self.engine == "fsdp" else 1
@@ -221,6 +230,12 @@ class RefConfig(Settings):
     """
     shared_prompt: bool = True
     """Like `actor.shared_prompt`."""
+
+    @model_validator(mode="after")
+    def _shards_are_shared(self) -> Self:
+        if self.shards > 1 and self.engine != "fsdp":
+            raise self.refusal("shards", _NO_SHARDS)
+        return self
 
     @property
     def ranks_per_copy(self) -> int:

@@ -241,7 +241,9 @@ class RolloutConfig(SamplingConfig):
         if self.tools and self.function is None:
             raise self.refusal("tools", "there is no rollout.function to use them; add `function: tools`")
         if self.models and self.function is None:
-            raise self.refusal("models", "only rollout.function asks them, and agents have clients of their own; remove them")
+            raise self.refusal(
+                "models", "only rollout.function asks them, and agents have clients of their own; remove them"
+            )
         return self
 
 

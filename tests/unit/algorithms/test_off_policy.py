@@ -228,7 +228,10 @@ def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("off_policy.method=icepop", "off_policy.cap=3"), "cap: 3.0 .*cap=3.; it is for method truncated_is or decoupled"),
+        (
+            ("off_policy.method=icepop", "off_policy.cap=3"),
+            "cap: 3.0 .*cap=3.; it is for method truncated_is or decoupled",
+        ),
         (("off_policy.band_low=0.4",), "band_low: 0.4 .*; it is for method icepop"),
         (("off_policy.band_high=4",), "band_high: 4.0 .*; it is for method icepop"),
         (

@@ -161,8 +161,14 @@ def test_metrics_say_nothing_of_rewards() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (("algorithm.kl_coef=0.1",), "^algorithm.kl_coef: 0.1 .*--set algorithm.kl_coef=0.1.*; it is for algorithms that "),
-        (("algorithm.off_policy.method=none",), "^algorithm.off_policy.method: 'none' .*; it is for algorithms that gene"),
+        (
+            ("algorithm.kl_coef=0.1",),
+            "^algorithm.kl_coef: 0.1 .*--set algorithm.kl_coef=0.1.*; it is for algorithms that ",
+        ),
+        (
+            ("algorithm.off_policy.method=none",),
+            "^algorithm.off_policy.method: 'none' .*; it is for algorithms that gene",
+        ),
         (("algorithm.loss_normalization=constant",), "'token' or 'sequence'"),
         (("roles={rollout: 1, actor: 1, ref: 1}", "algorithm.name=grpo"), "n_samples_per_prompt|completion_field"),
     ],

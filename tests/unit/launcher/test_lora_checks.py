@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from conftest import write_model
 from planned import QWEN_7B, cost_model, qwen_run
-from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from launcher.checks.models import check_models
