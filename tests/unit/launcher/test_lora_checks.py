@@ -131,6 +131,25 @@ def test_targets_and_tokens_are_checked_against_the_files(tmp_path: Path) -> Non
         configure("lora.path=nowhere")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("lora.rank=65",), "^lora.rank: 65 is more than 64, the smaller side of the lar.*; set it to 64 or less$"),
+        (
+            ("algorithm={name: dppo, divergence_top_k: 17}",),
+            "^algorithm.divergence_top_k: 17 is more than the 16 tokens of model.path .*; set it to 16 or less$",
+        ),
+        (
+            ("rollout.keep_sampling_mask=true", "rollout.top_k=17"),
+            "^rollout.top_k: 17 is more than the 16 tokens of model.path .*; set it to 16 or less$",
+        ),
+    ],
+)
+def test_what_is_more_than_the_model_has_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_models(configure(*settings))
+
+
 def test_parts_of_megatrons_pipeline_without_an_adapted_module_are_refused() -> None:
     model = DenseModel.from_config(QWEN_7B)
     targets = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(28)]
