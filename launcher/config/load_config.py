@@ -352,7 +352,7 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
     if key in _OTHER_NUMBERS:
         return _OTHER_NUMBERS[key]
-    names = list(ALGORITHMS[algorithm].model_fields)
+    names = [name for name in ALGORITHMS[algorithm].model_fields if name not in ALGORITHMS[algorithm].refused]
     meant = _meant_key(key, names, key_paths())
     if meant is not None:
         return f"did you mean {meant!r}?"

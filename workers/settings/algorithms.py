@@ -150,6 +150,8 @@ class PolicyConfig(Settings):
     """`module:Class` of the algorithm; a name, so that reading the configuration does not import torch."""
     ratio_bounds: ClassVar[tuple[str, ...]] = ()
     """Settings that bound the ratio of the policy in training to its base; they do nothing where that ratio is 1."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Settings of every algorithm that this one has no use for."""
     name: str = ""
     """Name of the algorithm."""
     kl_coef: float = Field(0.0, ge=0)
@@ -759,6 +761,7 @@ class SFTConfig(PolicyConfig):
     """
 
     implementation = "workers.algorithms.algorithm:SFT"
+    refused = frozenset(PolicyConfig.model_fields) - {"name", "loss_normalization"}
     name: Literal["sft"] = "sft"
     """Name of the algorithm."""
     loss_normalization: Literal["token", "sequence"] = "token"
@@ -769,7 +772,7 @@ class SFTConfig(PolicyConfig):
         for name, field in PolicyConfig.model_fields.items():
             given, default = getattr(self, name), field.get_default()
             # Defaults pass: a saved config.yaml contains them all.
-            if name in ("name", "loss_normalization") or given == default:
+            if name not in self.refused or given == default:
                 continue
             keys: tuple[str, ...] = (name,)
             if isinstance(given, Settings):
