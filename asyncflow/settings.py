@@ -29,9 +29,13 @@ class Settings(BaseModel):
     def refusal(self, key: str, why: str) -> ValidationError:
         """Return the error of a rule that compares settings: a validator raises it, and it names one of them."""
         given = getattr(self, key)
-        given = given.value if isinstance(given, Enum) else given
-        wrong = InitErrorDetails(type=PydanticCustomError("value_error", why), loc=(key,), input=given)
-        return ValidationError.from_exception_data(type(self).__name__, [wrong])
+        return self.refusal_of((key,), given.value if isinstance(given, Enum) else given, why)
+
+    @classmethod
+    def refusal_of(cls, keys: tuple[str, ...], given: object, why: str) -> ValidationError:
+        """Return the same of a value that this section was given under `keys`, one inside the other."""
+        wrong = InitErrorDetails(type=PydanticCustomError("value_error", why), loc=keys, input=given)
+        return ValidationError.from_exception_data(cls.__name__, [wrong])
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -63,6 +63,7 @@ def check_models(config: RunConfig, *, has_ipc: bool = False) -> Models:
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
     trained = _check_lora(config)
+    _check_likeliest(config)
     check_reward_model(config)
     check_positions(config)
     others = _check_scorers(config)
@@ -143,6 +144,13 @@ def _check_lora(config: RunConfig) -> Trained:
     shapes = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
     _refuse_tied(config.lora.modules_to_save, read_model_config(Path(config.model.path)))
     trained, targets = trained_parameters(shapes, config.lora), adapter_targets(shapes, config.lora)
+    # Weights differ, e.g. the keys' are narrow under grouped queries, so the widest counts.
+    full = max(min(shape) for shape in targets.values())
+    if config.lora.rank > full:
+        raise ConfigError(
+            f"lora.rank: {config.lora.rank} is more than {full}, the smaller side of the largest adapted weight, with "
+            f"which a change can be any; set it to {full} or less"
+        )
     if config.actor.engine == "megatron":
         model = DenseModel.from_config(read_model_config(Path(config.model.path)))
         check_adapted(targets, model, config.actor.megatron)
@@ -162,6 +170,18 @@ def _refuse_tied(modules: Collection[str], model: Mapping[str, Any]) -> None:
             f"lora.modules_to_save: {tied[0]} is tied (tie_word_embeddings), so that embeddings and head would both be "
             f"trained; leave the module out"
         )
+
+
+def _check_likeliest(config: RunConfig) -> None:
+    """Refuse to report or keep more tokens at a place than the model has."""
+    tokens = vocabulary_size(Path(config.model.path))
+    kept = config.rollout.top_k if config.rollout.keeps_mask else 0
+    for key, k in (("algorithm.divergence_top_k", config.algorithm.num_top_log_probs), ("rollout.top_k", kept)):
+        if tokens is not None and k > tokens:
+            raise ConfigError(
+                f"{key}: {k} is more than the {tokens} tokens of model.path {config.model.path}; set it to {tokens} or "
+                f"less"
+            )
 
 
 def check_positions(config: RunConfig) -> None:

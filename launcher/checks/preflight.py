@@ -30,7 +30,7 @@ from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import DTYPE_BYTES, OtherModels, Parts
 from workers.engines.lora import Trained
 from workers.settings.dataflow import PlacedTask, place_tasks
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 from workers.settings.sim import SimConfig
 from workers.tasks.graph import graph_of
 
@@ -283,7 +283,7 @@ def _check_sets(config: RunConfig, held_out: Mapping[str, list[PromptRow]], toke
     """Check the prompts of all sets, at least one; return the first one of the first set."""
     sets, shown = config.evaluate.named_sets(), []
     for name, each in held_out.items():
-        prompts = sets[name].prompts(config.data)
+        prompts = sets[name].prompts(config.data, key=key_of_set(name))
         same = prompts.chat_template == config.data.chat_template
         found = check_prompts(each, prompts, model_dir=tokenizer.model_dir, tokenizer=tokenizer if same else None)
         shown.append(found)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from asyncflow.job import GangSpec
 from launcher.checks.placement import Devices
+from workers.settings.rollout import RolloutConfig
 from workers.settings.run import RunConfig
 
 _MOST_PROCESSES_PER_CORE = 16
@@ -15,7 +16,8 @@ _MOST_PROCESSES_PER_CORE = 16
 
 
 def settings_without_effect(config: RunConfig) -> str:
-    """Return one line that names the `algorithm` settings that change no gradient of this run, or ""."""
+    """Return one line that names settings that change nothing in this run, such as clips of a ratio that is 1; ""
+    without any."""
     algorithm, schedule = config.algorithm, config.schedule
     found = []
     # The ratio is 1 at a step's first update, where the policy is still its own old one; with one update there is no
@@ -38,7 +40,26 @@ def settings_without_effect(config: RunConfig) -> str:
             )
     if not algorithm.kl_coef and algorithm.ref_update_interval:
         found.append("algorithm.ref_update_interval (algorithm.kl_coef is 0)")
+    if config.lora is None and config.weightsync.lora != "adapter":
+        found.append("weightsync.lora (there is no section lora)")
+    if idle := _idle_sampling(config):
+        found.append(f"{', '.join(idle)} (algorithm.name {algorithm.name} generates nothing to train on)")
     return f"without effect: {'; '.join(found)}" if found else ""
+
+
+def _idle_sampling(config: RunConfig) -> list[str]:
+    """Return the settings of `rollout` that were changed and that neither rollouts nor evaluations read."""
+    if not config.algorithm.is_supervised:
+        return []
+    # Evaluations inherit how to draw, not the engine.
+    unread = {"engine", "engine_options"} if "evaluate" in config.roles else {*RolloutConfig.model_fields}
+    unread -= {"max_response_tokens"} | ({"engine"} if config.actor.engine == "sim" else set())
+    fields = {name: field for name, field in RolloutConfig.model_fields.items() if name in unread}
+    return [
+        f"rollout.{name}"
+        for name, field in fields.items()
+        if getattr(config.rollout, name) != field.get_default(call_default_factory=True)
+    ]
 
 
 def start_notes(config: RunConfig, gangs: Sequence[GangSpec], devices: Devices, *, num_cores: int) -> tuple[str, ...]:
@@ -70,7 +91,7 @@ def _crowded_nodes(gangs: Sequence[GangSpec], devices: Devices, num_cores: int) 
 
 
 def _small_micro_batches(config: RunConfig) -> Iterator[str]:
-    for role in sorted({"actor", "critic"} & config.roles.keys()):
+    for role in () if config.algorithm.is_supervised else sorted({"actor", "critic"} & config.roles.keys()):
         budget, longest = getattr(config, role).max_tokens_per_micro_batch, config.rollout.max_response_tokens
         if 0 < budget < longest:
             yield (
@@ -81,7 +102,8 @@ def _small_micro_batches(config: RunConfig) -> Iterator[str]:
 
 
 def _filtered_draws(config: RunConfig) -> Iterator[str]:
-    for name, off in () if config.rollout.keeps_mask else (("top_p", 1), ("top_k", 0)):
+    whole = config.rollout.keeps_mask or config.algorithm.is_supervised
+    for name, off in () if whole else (("top_p", 1), ("top_k", 0)):
         if (value := getattr(config.rollout, name)) != off:
             yield (
                 f"rollout.{name} {value:g} draws from a part of the distribution, and the trainer computes with the "

@@ -26,6 +26,8 @@ from asyncflow.settings import description
 from workers.settings.algorithms import NAMES
 from workers.settings.run import RunConfig
 
+# Of so few algorithms it is said that they lack a key, instead of who has it.
+_MOST_OTHERS = 2
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -38,7 +40,7 @@ class Key:
         type: for people, with its bounds.
         default: as YAML; "required" if there is none.
         text: its meaning.
-        variant: the values of `algorithm.name` that have it; "": all.
+        variant: the values of `algorithm.name` that have it, or `all but` those that do not; "": all.
     """
 
     path: str
@@ -137,15 +139,28 @@ def _keys_of_union(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[K
     """Yield the keys that all models share, each once, then those of single models."""
     names = [str(model.model_fields["name"].default) for model in models]
     yield Key(f"{prefix}name", " | ".join(names), json.dumps(names[0]), "Which one: docs/algorithms.md.")
-    each = [[key for key in _keys_of(model, prefix) if key.path != f"{prefix}name"] for model in models]
+    each = [list(_keys_of_member(model, prefix)) for model in models]
     shared = [key for key in each[0] if all(key in keys for keys in each)]
     yield from shared
     owners: dict[Key, list[str]] = {}
     for name, keys in zip(names, each, strict=True):
         for key in keys:
             owners.setdefault(key, []).append(name)
-    own = [replace(key, variant=" ".join(of)) for key, of in owners.items() if key not in shared]
+    own = [replace(key, variant=_variant(names, of)) for key, of in owners.items() if key not in shared]
     yield from sorted(own, key=lambda key: [one.path for one in own].index(key.path))
+
+
+def _keys_of_member(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    """Yield the keys of one model of a union, without its name and what it refuses."""
+    left_out = {"name", *getattr(model, "refused", ())}
+    for key in _keys_of(model, prefix):
+        if key.path.removeprefix(prefix).partition(".")[0] not in left_out:
+            yield key
+
+
+def _variant(names: Sequence[str], owners: Sequence[str]) -> str:
+    others = [name for name in names if name not in owners]
+    return " ".join(owners) if len(others) > _MOST_OTHERS else f"all but {' '.join(others)}"
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -352,7 +352,7 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
     if key in _OTHER_NUMBERS:
         return _OTHER_NUMBERS[key]
-    names = list(ALGORITHMS[algorithm].model_fields)
+    names = [name for name in ALGORITHMS[algorithm].model_fields if name not in ALGORITHMS[algorithm].refused]
     meant = _meant_key(key, names, key_paths())
     if meant is not None:
         return f"did you mean {meant!r}?"
@@ -361,25 +361,25 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
 
 def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
     """Return the model that `keys` lead to, or None if they lead nowhere."""
-    model: type[BaseModel] = RunConfig
+    kind: Any = RunConfig
     for key in keys:
-        if isinstance(key, int):
-            continue  # a list item: `_submodel` already returned the item type
-        inner = _submodel(model, str(key))
-        if inner is None:
-            return None
-        model = inner
-    return model
+        kind = _kind_under(kind, str(key))
+    return kind if _is_model(kind) else None
 
 
-def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    info = model.model_fields.get(name)
-    kind = info.annotation if info is not None else None
-    if name == _ALGORITHM and model is RunConfig:
+def _kind_under(kind: Any, key: str) -> Any:
+    """Return the type of what a value of type `kind` holds under `key`, without its null; None: no such key."""
+    if get_origin(kind) in (tuple, dict):
+        return get_args(kind)[-1 if get_origin(kind) is dict else 0]
+    if kind is RunConfig and key == _ALGORITHM:
         return PolicyConfig
-    if get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    info = kind.model_fields.get(key) if _is_model(kind) else None
+    inner = None if info is None else info.annotation
+    return next(filter(_is_model, get_args(inner)), inner) if type(None) in get_args(inner) else inner
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _description(keys: Sequence[str | int]) -> str:

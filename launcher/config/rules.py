@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 from asyncflow.errors import ConfigError
 from tq.policies import policy_name
-from workers.settings.algorithms import ZERO_VARIANCE, DistillConfig
+from workers.settings.algorithms import ALGORITHMS, ZERO_VARIANCE, DistillConfig
 from workers.settings.dataflow import ROLES, TRAINERS
 from workers.settings.rollout import SamplingConfig
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 from workers.settings.schedule import ScheduleMode
 from workers.settings.vllm import LORA_RANKS
 
@@ -147,6 +147,31 @@ def _ignores_masks(run: RunConfig) -> str:
     return next((f"roles {role}:0" for role in run.outside_roles if role in ("rollout", "ref", "actor_fwd")), "")
 
 
+def _without_reference(run: RunConfig) -> tuple[str, str] | None:
+    """Return why a run has no reference, and how it would have one; None: it has one."""
+    if run.algorithm.is_supervised:
+        return f"algorithm.name {run.algorithm.name} has no reference", ""
+    return None if run.algorithm.kl_coef else ("algorithm.kl_coef is 0", ", or set algorithm.kl_coef > 0")
+
+
+def _asks_no_teacher(run: RunConfig) -> bool:
+    # An algorithm of the user's own says by its tasks which roles it has.
+    return run.algorithm.name in ALGORITHMS and not getattr(run.algorithm, "teacher_coef", 0)
+
+
+def _idle_system_prompt(run: RunConfig) -> str:
+    """Return the section of an evaluation's system prompt that no chat template gets; "": there is none."""
+    named = run.evaluate.named_sets()
+    for name, own in {"": run.evaluate, **run.evaluate.sets}.items():
+        readers = [
+            one for of, one in named.items() if of == name or (not name and one.system_prompt == own.system_prompt)
+        ]
+        templates = [run.data.chat_template if one.chat_template is None else one.chat_template for one in readers]
+        if own.system_prompt is not None and not any(templates):
+            return key_of_set(name)
+    return ""
+
+
 _REF_INTERVAL = "algorithm.ref_update_interval"
 
 OF_EVALUATIONS: Rules = {
@@ -154,6 +179,8 @@ OF_EVALUATIONS: Rules = {
     "evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out": lambda run: (
         "evaluate" in run.roles and not run.evaluate.has_prompts
     ),
+    "{found}.system_prompt: there is no chat template to put it in; set {found}.chat_template to true, or remove "
+    "this": lambda run: "evaluate" in run.roles and _idle_system_prompt(run),
     "evaluate.sets: they draw in different ways, which evaluate.engine {evaluate.engine} cannot; give all the same "
     "temperature, top_p and top_k": lambda run: (
         "evaluate" in run.roles and ":" in run.evaluate.engine and len({one.draws_by for one in _sets(run)}) > 1
@@ -171,8 +198,11 @@ OF_EVALUATIONS: Rules = {
 
 AT_START: Rules = {
     # Roles that have nothing to do, or that are missing.
-    "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set "
-    "algorithm.kl_coef > 0": lambda run: "ref" in run.roles and run.algorithm.kl_coef == 0,
+    "roles: 'ref' has nothing to do because {found[0]}; leave ref out{found[1]}": lambda run: (
+        "ref" in run.roles and _without_reference(run)
+    ),
+    "roles: 'teacher' has nothing to do because no algorithm.teacher_coef is set, which distill has; set it, or leave "
+    "teacher out": lambda run: "teacher" in run.roles and _asks_no_teacher(run),
     "roles: {found!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; leave {found} "
     "out": lambda run: run.actor.tri_model and next((role for role in ("ref", "actor_fwd") if role in run.roles), ""),
     "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
@@ -283,15 +313,16 @@ AT_START: Rules = {
     ),
     "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to 0, or "
     "tri_model to false": lambda run: run.actor.tri_model and run.algorithm.ref_update_interval,
-    "ref.path: has nothing to do because algorithm.kl_coef is 0; leave it out, or set "
-    "algorithm.kl_coef > 0": lambda run: run.ref.path is not None and run.algorithm.kl_coef == 0,
+    "ref.path: has nothing to do because {found[0]}; leave it out{found[1]}": lambda run: (
+        run.ref.path is not None and _without_reference(run)
+    ),
     "ref.path: cannot be used with {found}, whose reference follows or is laid out like the policy; remove one of the "
     "two": lambda run: (
         run.ref.path is not None
         and ("actor.tri_model" if run.actor.tri_model else run.algorithm.ref_update_interval and _REF_INTERVAL)
     ),
     "teacher: has nothing to do because no algorithm.teacher_coef is set, which distill has; set it, or leave teacher "
-    "out": lambda run: run.teacher.models and not getattr(run.algorithm, "teacher_coef", 0),
+    "out": lambda run: run.teacher.models and _asks_no_teacher(run),
     "rollout.keep_sampling_mask: cannot be used with {found}, which computes the whole distribution; set it to "
     "false": _ignores_masks,
     # Adapters.

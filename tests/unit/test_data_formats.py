@@ -258,13 +258,29 @@ def test_messages_are_the_conversation(tmp_path: Path) -> None:
     assert conversation([own, *CHAT], config)[:2] == [own, CHAT[0]]
 
 
+NO_MESSAGES = (
+    "'prompt' must be text, or messages with a role and a content that is text, or a list of parts of type text, but "
+)
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "words"),
     [
         (CHAT, {"chat_template": False}, "'prompt' is a list (of messages); set data.chat_template to true"),
-        ([], {}, "'prompt' must be text, or messages with a role and a content that is text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], {}, "'prompt' must be text, or messages"),
-        (["1+1?"], {}, "'prompt' must be text, or messages"),
+        ([], {}, f"{NO_MESSAGES}it is an empty list; correct the row"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            {},
+            f"""{NO_MESSAGES}message 1 of 1, '{{"role":"user","content":[{{"type":"image"}}]}}', has a content that """
+            "is a list",
+        ),
+        (["1+1?"], {}, f"{NO_MESSAGES}message 1 of 1, '1+1?', is text; correct the row"),
+        (
+            [*CHAT, {"role": "user", "content": None}],
+            {},
+            f"""{NO_MESSAGES}message 4 of 4, '{{"role":"user","content":null}}', has no content; correct the row""",
+        ),
+        ([{"content": "2"}], {}, f"""{NO_MESSAGES}message 1 of 1, '{{"content":"2"}}', has no role; correct the row"""),
         (CHAT[:2], {}, "'prompt' ends with the assistant's message"),
         ([*CHAT[:2], {"role": "user", "content": " \n"}], {}, "'prompt' ends with an empty message; remove the row"),
     ],

@@ -15,9 +15,10 @@ import torch
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.json_lines import JsonLines
 from asyncflow.timeline import NoTimeline
+from launcher.checks.preflight import check_held_out
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.config.rules import AT_START, check_rules
+from launcher.config.rules import AT_START, OF_EVALUATIONS, check_rules
 from weightsync.version import Version
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.scorer import ScoredResponse
@@ -301,7 +302,10 @@ def test_line_of_several_sets_has_the_first_ones_figures_and_each_under_its_name
     [
         ("evaluate.path=quickstart/held_out.jsonl", "give either path or source, or sets"),
         ("evaluate.sets.held.path=null", "held has no prompts; give it path or source"),
-        ("evaluate.sets.seen.temperature=0", "4 greedy responses to one prompt of set seen are all the same"),
+        (
+            "evaluate.sets.seen.temperature=0",
+            "seen.n_samples_per_prompt: 4 .*; greedy responses to one prompt are all the",
+        ),
         ("evaluate.sets.held.path=nowhere.jsonl", "evaluate.sets.held.path: 'nowhere.jsonl' does not exist"),
         ("evaluate.sets={'a b': {path: quickstart/held_out.jsonl}}", "the name 'a b' must be made of"),
         ("evaluate.sets.held.interval=3", "evaluate.sets.held.interval: unknown key"),
@@ -310,6 +314,34 @@ def test_line_of_several_sets_has_the_first_ones_figures_and_each_under_its_name
 def test_a_set_that_cannot_be_used_is_named(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         with_sets(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("evaluate.sets.held.prompt_field=nope", "set evaluate.sets.held.prompt_field to the right one, or name anot"),
+        ("evaluate.ground_truth_field=nope", "set evaluate.sets.held.ground_truth_field to the right one, or name an"),
+        ("evaluate.sets.seen.chat_template=true", "^evaluate.sets.seen.chat_template: .* has none; set it to false$"),
+    ],
+)
+def test_rows_that_a_set_cannot_read_are_refused_by_the_sets_own_settings(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_held_out(with_sets(override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section"),
+    [
+        (("evaluate.sets.seen.system_prompt=Add.",), "evaluate.sets.seen"),
+        (("evaluate.system_prompt=Add.",), "evaluate"),
+        (("evaluate.system_prompt=Add.", "evaluate.sets.held.chat_template=true"), ""),
+    ],
+)
+def test_a_system_prompt_that_no_template_gets_is_refused(overrides: tuple[str, ...], section: str) -> None:
+    config = with_sets(*overrides, "roles={rollout: 1, actor: 1, evaluate: 1}")
+    complaint = f"^{section}.system_prompt: there is no chat template" if section else "nothing"
+    with pytest.raises(ConfigError, match=complaint) if section else nullcontext():
+        check_rules(config, OF_EVALUATIONS)
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,9 @@ def test_mixtures_that_contradict_themselves(settings: dict[str, object], words:
 def test_a_source_of_a_mixture_of_which_nothing_fits_is_named() -> None:
     config = DataConfig.model_validate({"mixture": [{"path": "a"}, {"path": "long"}], "max_prompt_tokens": 4})
     rows = [*ROWS, PromptRow("1+1+1=", "3", 1, {}, 1)]
-    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: the only prompt of long is longer than 4"):
         PromptDataset(rows, config, model_dir=MODEL_DIR, seed=0)
-    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: the only prompt of long is longer than 4"):
         check_prompts(rows, config, model_dir=MODEL_DIR)
 
 

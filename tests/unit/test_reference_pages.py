@@ -63,8 +63,15 @@ def test_keys_of_lists_and_algorithms_are_there() -> None:
     keys = {(key.path, key.variant): key for key in all_keys()}
     assert keys["tasks[].name", ""].default == "required"
     assert keys["algorithm.eps_clip", "gspo"].default == "0.0003"
+    assert keys["algorithm.entropy_coef", "all but sft"].default == "0.0"
+    assert keys["algorithm.off_policy.cap", "all but sft"].default == "2.0"
     assert keys["actor.lr", ""].type == "float (> 0)"
     assert keys["actor.lr", ""].default == "1e-06"
+
+
+def test_keys_that_an_algorithm_refuses_are_not_said_to_be_its_own() -> None:
+    told = {key.path.split(".")[1] for key in all_keys() if "sft" in key.variant.split() and "but" not in key.variant}
+    assert told == {"loss_normalization"}
 
 
 def test_keys_that_the_pages_name_exist() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 import configs
 from asyncflow.errors import ConfigError
@@ -209,6 +210,12 @@ def test_what_cannot_be_trained_is_named_by_its_line(
     assert "rows.jsonl:1" in str(caught.value)
 
 
+def test_a_conversation_takes_no_template_of_a_prompt(model_dir: Path) -> None:
+    row, settings = {"messages": CONVERSATION}, {"completion_field": "messages", "prompt_template": "So: {prompt}"}
+    with pytest.raises(ConfigError, match="rows.jsonl:1: 'messages' is a whole conversation, which data.prompt_templ"):
+        trained(model_dir, row, PLAIN, **settings)
+
+
 def test_a_template_that_renders_at_random_is_refused(model_dir: Path) -> None:
     template = PLAIN.replace("'+' + m.content", "'+' ~ (range(99999) | random)")
     with pytest.raises(ConfigError, match=r"renders .*rows.jsonl:1 differently each time|rows.jsonl:1 in another way"):
@@ -235,6 +242,18 @@ def test_rows_with_their_completions_are_as_long_as_the_limit_says(model_dir: Pa
     trained(model_dir, row, completion_field="completion", max_prompt_tokens=6, overlong="reject")
     with pytest.raises(ConfigError, match="the row has 6 tokens"):
         trained(model_dir, row, completion_field="completion", max_prompt_tokens=5, overlong="reject", checked=True)
+    with pytest.raises(ConfigError, match="the only row of .* is longer than 5 tokens; raise it"):
+        trained(model_dir, row, completion_field="completion", max_prompt_tokens=5)
+
+
+def test_a_row_beyond_the_tokenizers_limit_is_told_by_our_checks_alone(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_logging.get_logger("transformers"), "propagate", True)
+    file = model_dir / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 3}))
+    text, _ = trained(model_dir, {"prompt": "3+5=", "completion": "8"}, completion_field="completion")
+    assert text == "3+5=8<eos>" and not caplog.records
 
 
 @pytest.mark.parametrize(

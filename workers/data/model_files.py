@@ -556,7 +556,8 @@ def read_header(file: Path, *, key: str) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise BadModelDir(f"cannot read {file}: {error}", key=key) from error
+        reason = error.strerror or str(error)
+        raise BadModelDir(f"cannot read {file}: {reason}; put a readable file there", key=key) from error
     except SafetensorError as error:
         with file.open("rb") as stream:
             beginning = stream.read(len(LFS_POINTER))

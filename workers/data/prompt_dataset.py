@@ -114,7 +114,7 @@ class PromptTokens:
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._model_dir = model_dir
         if self._chat and not self._tokenizer.chat_template:
-            raise missing_chat_template(model_dir)
+            raise missing_chat_template(model_dir, config.key("chat_template"))
         self._supervised = None
         if config.completion_field is not None:
             self._supervised = SupervisedTokens(config, model_dir=model_dir, tokenizer=self._tokenizer)

@@ -291,9 +291,12 @@ def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataCon
     """Raise ConfigError if no prompt of some source is short enough, i.e. its part is missing from `left`."""
     for part, one in enumerate(config.parts()):
         if part not in left:
+            number, what = sum(row.part == part for row in rows), "prompt" if one.completion_field is None else "row"
+            all_of_them = (
+                f"the only {what} of {one.name} is" if number == 1 else f"all {number} {what}s of {one.name} are"
+            )
             raise ConfigError(
-                f"data.max_prompt_tokens: all {sum(row.part == part for row in rows)} prompts of {one.name} are longer "
-                f"than {config.max_prompt_tokens} tokens; raise it"
+                f"data.max_prompt_tokens: {all_of_them} longer than {config.max_prompt_tokens} tokens; raise it"
             )
 
 
@@ -337,6 +340,11 @@ def _prompt_and_completion(
         if not any(one["role"] == "assistant" for one in completion):
             raise ConfigError(f"{where}: {name!r} has no message of the assistant, so nothing is trained; remove it")
         if completion[0]["role"] != "assistant":
+            if config.prompt_template != PLACEHOLDER:
+                raise ConfigError(
+                    f"{where}: {name!r} is a whole conversation, which data.prompt_template is not applied to; leave "
+                    f"that out"
+                )
             return [], completion
     elif type(completion) is not str:
         raise ConfigError(
@@ -366,7 +374,8 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
             )
     elif type(prompt) is not str:
         raise ConfigError(
-            f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text or messages"
+            f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; {config.key('prompt_field')} must name text or "
+            f"messages"
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
@@ -380,8 +389,8 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
             ) from error
     if type(ground_truth) is not str:
         raise ConfigError(
-            f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; data.ground_truth_field must name "
-            f"text or a number"
+            f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; {config.key('ground_truth_field')} "
+            f"must name text or a number"
         )
     return prompt, ground_truth
 
@@ -407,16 +416,32 @@ def _messages(messages: list[Any], field_name: str, config: DataConfig, where: s
     """Check messages and join contents that consist of parts (`{type: text, text: ...}`)."""
     what = f"{where}: {field_name!r}"
     if not config.chat_template:
-        raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
+        raise ConfigError(f"{what} is a list (of messages); set {config.key('chat_template')} to true, or name a text")
     joined = [_message(one) if isinstance(one, dict) else one for one in messages]
-    texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-             for one in joined)  # fmt: skip
-    if not joined or not all(texts):
+    wrong = "it is an empty list" if not joined else ""
+    for number, one in enumerate(joined, start=1):
+        if fault := _fault_of(one):
+            wrong = f"message {number} of {len(joined)}, {excerpt(_as_text(messages[number - 1]))}, {fault}"
+            break
+    if wrong:
         raise ConfigError(
             f"{what} must be text, or messages with a role and a content that is text, or a list of parts of type "
-            f"text; correct the row"
+            f"text, but {wrong}; correct the row"
         )
     return joined
+
+
+def _fault_of(message: object) -> str:
+    """Return what keeps a template from rendering a message; "": nothing."""
+    if not isinstance(message, dict):
+        return f"is {kind_of(message)}"
+    for name in ("role", "content"):
+        value = message.get(name)
+        if value is None:
+            return f"has no {name}"
+        if not isinstance(value, str):
+            return f"has a {name} that is {kind_of(value)}"
+    return ""
 
 
 def _message(message: Mapping[str, Any]) -> Message:
@@ -448,8 +473,9 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
         if name is not None and field_of(row, name) is _ABSENT
     )
     found = ", ".join(sorted(_paths_of(row))) or "none"
-    or_null = ", or to null if your reward needs none" if key == "ground_truth_field" else ""
-    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one{or_null}")
+    may_be_null = key == "ground_truth_field" and not config.is_held_out
+    or_null = ", or to null if your reward needs none" if may_be_null else ""
+    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set {config.key(key)} to the right one{or_null}")
 
 
 def _paths_of(row: Mapping[str, Any]) -> Iterator[str]:
@@ -511,7 +537,8 @@ def check_prompts(
     with BOS twice; or no response could end.
     """
     if tokenizer is None:
-        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
+        key = config.key("chat_template")
+        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates, key=key) as tokenizer:
             return _check(rows, config, tokenizer)
     return _check(rows, config, tokenizer)
 
@@ -588,7 +615,7 @@ def _check_rendering(samples: list[_Sample], config: DataConfig, tokenizer: Mode
     for sample, text in zip(samples, again, strict=True):
         if sample.text != text:
             raise ConfigError(
-                f"data.chat_template: the chat template of {tokenizer.model_dir} renders "
+                f"{config.key('chat_template')}: the chat template of {tokenizer.model_dir} renders "
                 f"{sample.row.describe_place(config)} as {excerpt(sample.text)}, then as {excerpt(text)}; take out "
                 f"what it draws at random, since a group must keep its prompt"
             )
@@ -671,7 +698,7 @@ class _Borders:
             raise ConfigError(f"{what}, which ends a response, so none could begin; {advice}")
         if bos is not None and list(tokens[:2]) == [bos, bos]:
             who = (
-                f"data.chat_template: the chat template of {model_dir}"
+                f"{config.key('chat_template')}: the chat template of {model_dir}"
                 if config.chat_template
                 else (f"model.path: the tokenizer of {model_dir}, which adds one,")
             )
@@ -692,7 +719,8 @@ class _Borders:
         """Return which of template, text and tokenizer ended a prompt, and what to do about it."""
         where, model_dir = sample.row.describe_place(self._config), self._tokenizer.model_dir
         if self._config.chat_template:
-            what = f"data.chat_template: the chat template of {model_dir} ends {where} with {self._describe_token(end)}"
+            key, token = self._config.key("chat_template"), self._describe_token(end)
+            what = f"{key}: the chat template of {model_dir} ends {where} with {token}"
             return what, "have it open the assistant's message where add_generation_prompt is true"
         (own,) = self._tokenizer.encode([sample.text], special=False)
         if own and own[-1] == end:

@@ -16,7 +16,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.user_object import UserObject
 from workers.data.prompt_rows import PromptRow, as_row, data_hash, kind_of, read_data
 from workers.settings.data import DataConfig
-from workers.settings.run import EvaluateConfig, RunConfig
+from workers.settings.run import EvaluateConfig, RunConfig, key_of_set
 
 HELD_OUT_SEEDS = 2**31
 """Added to the run's seed for held-out tasks: above all training seeds."""
@@ -92,8 +92,7 @@ class TaskSource:
 def held_out_sets(config: RunConfig) -> dict[str, list[PromptRow]]:
     """Return name -> rows of each set of one evaluation ("": the section's own); raises as `held_out_rows` does."""
     return {
-        name: held_out_rows(config, own, key=f"evaluate.sets.{name}" if name else "evaluate")
-        for name, own in config.evaluate.named_sets().items()
+        name: held_out_rows(config, own, key=key_of_set(name)) for name, own in config.evaluate.named_sets().items()
     }
 
 
@@ -102,7 +101,7 @@ def held_out_rows(config: RunConfig, own: EvaluateConfig | None = None, *, key: 
     if they cannot be read, UserCodeFailed as `TaskSource` does."""
     own = own or config.evaluate
     most, own_rollout = own.max_prompts, config.rollout.is_own
-    data = own.prompts(config.data)
+    data = own.prompts(config.data, key=key)
     if data.source is None:
         try:
             return read_data(data, key=f"{key}.path", own_rollout=own_rollout)[: most or None]
@@ -111,9 +110,7 @@ def held_out_rows(config: RunConfig, own: EvaluateConfig | None = None, *, key: 
                 raise
             # For example a recipe's own held-out file next to the user's training data.
             raise ConfigError(
-                f"{key}.path: {error}; held-out rows need the fields of data: name a file that has them (--set "
-                f"{key}.path=FILE), or the fields that it has (--set {key}.prompt_field=NAME), or leave the role "
-                f"evaluate out"
+                f"{key}.path: {error}, or name another file (--set {key}.path=FILE), or leave the role evaluate out"
             ) from error
     seed = config.seed + HELD_OUT_SEEDS
     with TaskSource(data, seed=seed, own_rollout=own_rollout, key=key) as source:

@@ -28,6 +28,8 @@ from workers.data.model_files import TOKENIZER_SETTINGS, load_raw_tokenizer, rea
 from workers.settings.data import TemplateSettings
 
 TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE = "data.chat_template"
+"""The setting that asks for a chat template, unless an evaluation's does."""
 FILES = (
     TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
     TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -65,6 +67,8 @@ def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettin
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path: cannot load the tokenizer of {model_dir}: {reason}") from error
+    # Our checks refuse or skip what is too long, and name the setting; transformers would warn of it besides.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if templates.options:
         _check_options(tokenizer, templates.options)
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **templates.options)
@@ -282,18 +286,31 @@ class ModelTokenizer:
 
     Where tokenizer.json decides everything, this process uses it directly. Otherwise, and for chat templates (`chat`),
     a child process loads the tokenizer that makes the run's prompts (`workers.data.prompt_dataset`). Use as a context
-    manager; leaving it ends the child. All methods raise ConfigError if the tokenizer cannot be loaded.
+    manager; leaving it ends the child. All methods raise ConfigError if the tokenizer cannot be loaded; `key` is the
+    setting that asks for a chat template, for errors.
     """
 
-    def __init__(self, model_dir: Path, *, chat: bool, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        chat: bool,
+        templates: TemplateSettings = TemplateSettings(),  # noqa: B008
+        key: str = CHAT_TEMPLATE,
+    ) -> None:
         self.model_dir, self.chat = model_dir, chat
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._pool: CallPool | None = None
         # Templates come from strangers: transformers runs them in jinja2's sandbox, and the child lets us kill an
         # endless one.
         if chat or self._raw is None:
-            settings = {"model_dir": str(model_dir), "chat": chat, "templates": msgspec.to_builtins(templates)}
-            what = f"data.chat_template: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
+            settings = {
+                "model_dir": str(model_dir),
+                "chat": chat,
+                "templates": msgspec.to_builtins(templates),
+                "key": key,
+            }
+            what = f"{key}: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
             self._pool = CallPool(
                 Entry("workers.data.tokenizer:tokenizer_in_child", settings),
                 what=what,
@@ -360,18 +377,18 @@ class ModelTokenizer:
         return answer
 
 
-def missing_chat_template(model_dir: Path) -> ConfigError:
-    return ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
+def missing_chat_template(model_dir: Path, key: str = CHAT_TEMPLATE) -> ConfigError:
+    return ConfigError(f"{key}: the tokenizer of {model_dir} has none; set it to false")
 
 
-def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any]) -> Callee:
+def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any], key: str) -> Callee:
     """Load the tokenizer in the child process. Its answers are lists, or a text that says what is wrong with the
     template."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # blocks the import, which takes several seconds
     tokenizer = load_tokenizer(Path(model_dir), msgspec.convert(templates, TemplateSettings))
     if chat and not tokenizer.chat_template:
-        raise missing_chat_template(Path(model_dir))
+        raise missing_chat_template(Path(model_dir), key)
 
     def render(conversations: Sequence[Conversation]) -> list[str] | str:
         from jinja2 import TemplateSyntaxError
@@ -385,7 +402,7 @@ def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any])
             return f"model.path: the chat template of {model_dir} is broken: {error}; repair it"
         except Exception as error:  # noqa: BLE001 (a template may raise anything)
             advice = "leave out what it does not know (a system prompt?), or repair it"
-            return f"data.chat_template: the chat template of {model_dir} fails: {error}; {advice}"
+            return f"{key}: the chat template of {model_dir} fails: {error}; {advice}"
 
     def names(tokens: Sequence[int]) -> list[str | None]:
         found = (tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None for token in tokens)

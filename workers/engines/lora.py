@@ -248,7 +248,6 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
             raise ValueError(f"{CONFIG_FILE} holds no settings")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{given} cannot be read as an adapter ({error}); name peft's directory of one") from error
-    held = read_header(directory / WEIGHTS_FILE, key="lora.path")
     _check_plain(config, given)
     for key, name, own in (
         ("r", "rank", lora.rank),
@@ -258,6 +257,9 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
         theirs = config.get(key, False)
         if theirs != own:
             raise ConfigError(f"{given} has {key} {theirs}, but lora.{name} is {own}; set it to the adapter's")
+    if not (directory / WEIGHTS_FILE).exists():
+        raise ConfigError(f"{given} has no {WEIGHTS_FILE}; name a directory in which peft saved an adapter's weights")
+    held = read_header(directory / WEIGHTS_FILE, key="lora.path")
     shapes = adapter_shapes(targets, lora.rank)
     missing, unknown = shapes.keys() - held.keys(), held.keys() - shapes.keys()
     if missing or unknown:

@@ -45,7 +45,7 @@ from workers.rollout.rollouts import sleeping
 from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.dataflow import WEIGHTS
 from workers.settings.rollout import SamplingConfig
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +378,7 @@ def held_out_sets_of(config: RunConfig, tokenizer: Any, *, share: tuple[int, int
     for name, own in config.evaluate.named_sets().items():
         dataset = PromptDataset(
             rows[name],
-            own.prompts(config.data),
+            own.prompts(config.data, key=key_of_set(name)),
             model_dir=Path(config.model.path),
             seed=config.seed,
             own_rollout=config.rollout.is_own,

@@ -83,9 +83,11 @@ class OffPolicyConfig(Settings):
             # A saved config.yaml may hold this former default.
             if section.get("mask") is None and section["mask_log_ratio"] == 0.5:
                 return {name: value for name, value in section.items() if name != "mask_log_ratio"}
-            raise ValueError(
-                "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, "
-                "or leave it out"
+            raise cls.refusal_of(
+                ("mask_log_ratio",),
+                section["mask_log_ratio"],
+                "it was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, or leave it "
+                "out",
             )
         return section
 
@@ -103,7 +105,7 @@ class OffPolicyConfig(Settings):
         for name, (unread, reader) in idle.items():
             # Defaults pass: a saved config.yaml contains them all.
             if unread and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is for {reader}; set that, or leave {name} out")
+                raise self.refusal(name, f"it is for {reader}; set that, or leave {name} out")
         return self
 
     @property
@@ -132,9 +134,7 @@ class PPOClipConfig(Settings):
     def _dual_clip_is_beyond_the_upper_one(self) -> Self:
         default = type(self).model_fields["dual_clip"].default  # passes: a saved config.yaml contains it
         if self.dual_clip not in (None, default) and self.dual_clip <= 1 + self.upper_clip:
-            raise ValueError(
-                f"dual_clip {self.dual_clip} must be greater than 1 + eps_clip_high = {1 + self.upper_clip}"
-            )
+            raise self.refusal("dual_clip", f"it must be greater than 1 + eps_clip_high = {1 + self.upper_clip}")
         return self
 
     @property
@@ -150,6 +150,8 @@ class PolicyConfig(Settings):
     """`module:Class` of the algorithm; a name, so that reading the configuration does not import torch."""
     ratio_bounds: ClassVar[tuple[str, ...]] = ()
     """Settings that bound the ratio of the policy in training to its base; they do nothing where that ratio is 1."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Settings of every algorithm that this one has no use for."""
     name: str = ""
     """Name of the algorithm."""
     kl_coef: float = Field(0.0, ge=0)
@@ -298,9 +300,7 @@ class TurnCreditConfig(PolicyConfig):
     @model_validator(mode="after")
     def _gamma_is_read(self) -> Self:
         if self.gamma != 1 and not self.discounts:
-            raise ValueError(
-                f"gamma {self.gamma:g} discounts later turns, with credit turn; set that, or leave gamma out"
-            )
+            raise self.refusal("gamma", "it discounts later turns, with credit turn; set that, or leave gamma out")
         return self
 
     @property
@@ -379,7 +379,7 @@ class DPPOConfig(TurnCreditConfig, GroupConfig):
     @model_validator(mode="after")
     def _bound_can_be_reached(self) -> Self:
         if self.divergence == "tv" and (self.max_divergence or 0) > 1:
-            raise ValueError(f"max_divergence {self.max_divergence}: total variation is 1 at most; set it below that")
+            raise self.refusal("max_divergence", "total variation is 1 at most; set it below that")
         return self
 
     @property
@@ -558,7 +558,7 @@ class DistillConfig(PPOClipConfig, PolicyConfig):
     @model_validator(mode="after")
     def _has_a_teacher(self) -> Self:
         if not (self.kl_coef or self.teacher_coef):
-            raise ValueError("kl_coef and teacher_coef are both 0, so nothing is learned from a teacher; set one")
+            raise self.refusal("kl_coef", "teacher_coef is 0, too, so nothing is learned from a teacher; set one")
         return self
 
     @property
@@ -761,6 +761,7 @@ class SFTConfig(PolicyConfig):
     """
 
     implementation = "workers.algorithms.algorithm:SFT"
+    refused = frozenset(PolicyConfig.model_fields) - {"name", "loss_normalization"}
     name: Literal["sft"] = "sft"
     """Name of the algorithm."""
     loss_normalization: Literal["token", "sequence"] = "token"
@@ -769,9 +770,15 @@ class SFTConfig(PolicyConfig):
     @model_validator(mode="after")
     def _has_no_idle_setting(self) -> Self:
         for name, field in PolicyConfig.model_fields.items():
+            given, default = getattr(self, name), field.get_default()
             # Defaults pass: a saved config.yaml contains them all.
-            if name not in ("name", "loss_normalization") and getattr(self, name) != field.get_default():
-                raise ValueError(f"{name} is for algorithms that generate; leave it out")
+            if name not in self.refused or given == default:
+                continue
+            keys: tuple[str, ...] = (name,)
+            if isinstance(given, Settings):
+                inner = next(key for key, value in given if value != getattr(default, key))
+                keys, given = (name, inner), getattr(given, inner)
+            raise self.refusal_of(keys, given, "it is for algorithms that generate; leave it out")
         return self
 
     @property

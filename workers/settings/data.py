@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -147,6 +147,7 @@ class DataConfig(HubPart):
     `source` are always refused."""
     shuffle: bool = True
     """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
+    _section: str = PrivateAttr("data")
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
@@ -182,6 +183,21 @@ class DataConfig(HubPart):
         if taken := sorted(options.keys() & _NO_OPTIONS):
             raise ValueError(f"{taken[0]} is set by AsyncFlow itself; remove it")
         return options
+
+    def of_section(self, section: str, **changed: Any) -> "DataConfig":
+        """Return how to read the rows of another section, whose settings of the same names errors then name."""
+        config = self.model_copy(update=changed)
+        config._section = section
+        return config
+
+    def key(self, name: str) -> str:
+        """Return what the user calls a setting, for messages."""
+        return f"{self._section}.{name}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether these are an evaluation's rows; what is null in its section is as in `data`."""
+        return self._section != "data"
 
     @property
     def templates(self) -> TemplateSettings:

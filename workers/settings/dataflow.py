@@ -218,7 +218,8 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
     for role in launched:
         if role not in useful:
             raise ConfigError(
-                f"roles: {role!r} has no task in this algorithm's dataflow; its roles are {' '.join(sorted(useful))}"
+                f"roles: {role!r} has no task in this algorithm's dataflow, whose roles are "
+                f"{' '.join(sorted(useful))}; leave {role} out, or set algorithm.name to one that has it"
             )
     main = {task.role: task for task in tasks if task.role in launched}
     hosts = {task.role: task.host for task in tasks}

@@ -31,6 +31,9 @@ REF_ENGINES = Registry(
 )
 
 
+_NO_SHARDS = "only engine fsdp divides a copy over ranks; set engine to fsdp, or shards to 1"
+
+
 class TrainingConfig(Settings):
     """How a model is trained."""
 
@@ -183,7 +186,13 @@ class TeacherConfig(TeacherModel):
     def _sources_have_models(self) -> Self:
         for name, one in self.sources.items():
             if one.path is None:
-                raise ValueError(f"sources: {name} has no path; name its teacher")
+                raise self.refusal_of(("sources", name), dict(one), "it has no path; name the teacher of these rows")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_are_shared(self) -> Self:
+        if self.shards > 1 and self.engine != "fsdp":
+            raise self.refusal("shards", _NO_SHARDS)
         return self
 
     @property
@@ -221,6 +230,12 @@ class RefConfig(Settings):
     """
     shared_prompt: bool = True
     """Like `actor.shared_prompt`."""
+
+    @model_validator(mode="after")
+    def _shards_are_shared(self) -> Self:
+        if self.shards > 1 and self.engine != "fsdp":
+            raise self.refusal("shards", _NO_SHARDS)
+        return self
 
     @property
     def ranks_per_copy(self) -> int:

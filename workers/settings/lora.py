@@ -51,9 +51,9 @@ class LoraConfig(Settings):
         if isinstance(given, dict):
             for name in given:
                 if name in _PEFT_NAMES:
-                    raise ValueError(f"peft's {name} is called {_PEFT_NAMES[name]} here; rename it")
+                    raise cls.refusal_of((name,), given[name], f"it is called {_PEFT_NAMES[name]} here; rename it")
                 if name in _NOT_BUILT:
-                    raise ValueError(f"{name} is not supported; remove it")
+                    raise cls.refusal_of((name,), given[name], "it is not supported; remove it")
         return given
 
     @field_validator("init", mode="before")

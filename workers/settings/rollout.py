@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -215,37 +215,35 @@ class RolloutConfig(SamplingConfig):
         if not self.keep_sampling_mask:
             return self
         if self.top_p == 1 and not self.top_k:
-            raise ValueError("keep_sampling_mask needs top_p below 1 or top_k: without them every token is kept")
+            raise self._no_mask("without top_p below 1 or top_k every token is kept; set one of these")
         if self.engine not in ("hf", "vllm"):
-            raise ValueError(
-                f"keep_sampling_mask: engine {self.engine} does not say which tokens it kept; set engine to hf or "
-                f"vllm, or keep_sampling_mask to false"
-            )
+            raise self._no_mask(f"engine {self.engine} does not say which tokens it kept; set engine to hf or vllm")
         if self.engine == "vllm" and not self.top_k:
-            raise ValueError(
-                "keep_sampling_mask: vLLM keeps masks only where top_k bounds their size; set top_k too, e.g. to 512"
-            )
+            raise self._no_mask("vLLM keeps masks only where top_k bounds their size; set top_k too, e.g. to 512")
         if self.is_own:
-            raise ValueError(
-                f"keep_sampling_mask is for one response to each prompt, and {self.own_setting} has calls of its own; "
-                f"set it to false"
-            )
+            raise self._no_mask(f"{self.own_setting} has calls of its own; leave that out")
         return self
+
+    def _no_mask(self, why: str) -> ValidationError:
+        return self.refusal("keep_sampling_mask", f"{why}, or keep_sampling_mask to false")
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:
         given = [name for name in ("function", "agent", "agent_command") if getattr(self, name)]
         if given and self.stop:
-            raise ValueError(
-                f"stop is for one response to each prompt, and {given[0]} has calls of its own; give each call its "
-                f"`stop`, and leave this out"
+            raise self.refusal(
+                "stop",
+                f"it is for one response to each prompt, and {given[0]} has calls of its own; give each call its "
+                f"`stop`, and leave this out",
             )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; keep one")
         if self.tools and self.function is None:
-            raise ValueError("tools are given, but no rollout.function to use them; add `function: tools`")
+            raise self.refusal("tools", "there is no rollout.function to use them; add `function: tools`")
         if self.models and self.function is None:
-            raise ValueError("models are given, but no rollout.function to ask them; agents have clients of their own")
+            raise self.refusal(
+                "models", "only rollout.function asks them, and agents have clients of their own; remove them"
+            )
         return self
 
 

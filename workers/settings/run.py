@@ -159,10 +159,12 @@ class EvaluateConfig(HeldOutSet):
     def _responses_to_a_prompt_differ(self) -> Self:
         for name, one in self.named_sets().items():
             if one.temperature == 0 and one.n_samples_per_prompt > 1:
-                of = f" of set {name}" if name else ""
-                raise ValueError(
-                    f"{one.n_samples_per_prompt} greedy responses to one prompt{of} are all the same; set "
-                    f"n_samples_per_prompt to 1, or temperature above 0"
+                key = "n_samples_per_prompt"
+                own = bool(name) and self.sets[name].n_samples_per_prompt is not None
+                raise self.refusal_of(
+                    ("sets", name, key) if own else (key,),
+                    one.n_samples_per_prompt,
+                    f"greedy responses to one prompt are all the same; set {key} to 1, or temperature above 0",
                 )
         return self
 
@@ -187,8 +189,9 @@ class EvaluateConfig(HeldOutSet):
             found[name] = self.model_copy(update={**given, **origin, "sets": {}})
         return found
 
-    def prompts(self, data: DataConfig) -> DataConfig:
-        """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`."""
+    def prompts(self, data: DataConfig, *, key: str = "evaluate") -> DataConfig:
+        """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`;
+        `key`: the section of the set, for messages."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts, and sets have theirs"
         own = {name: getattr(self, name) for name in _ORIGIN}
         given = {name: value for name in _OF_DATA if (value := getattr(self, name)) is not None}
@@ -199,7 +202,7 @@ class EvaluateConfig(HeldOutSet):
             "shuffle": False,
             "completion_field": None,  # a response is generated and compared with the ground truth
         }
-        return data.model_copy(update={**own, **given, **changed})
+        return data.of_section(key, **own, **given, **changed)
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
         """Return how the engine is made that answers held-out prompts; null settings are inherited from the rollout.
@@ -214,6 +217,11 @@ class EvaluateConfig(HeldOutSet):
         sets = [one.sampling(rollout) for one in self.named_sets().values()]
         drawn = sets[0] if len({one.draws_by for one in sets}) == 1 else sampling.model_copy(update=_NEUTRAL)
         return drawn.model_copy(update={"max_response_tokens": max(one.max_response_tokens for one in sets)})
+
+
+def key_of_set(name: str) -> str:
+    """Return the section of a set of `EvaluateConfig.named_sets`, for messages."""
+    return f"evaluate.sets.{name}" if name else "evaluate"
 
 
 # Settings of a set that say where its prompts are, and which of the data's settings it may replace.

@@ -236,7 +236,10 @@ def test_a_teacher_that_nothing_asks_is_refused(tmp_path: Path) -> None:
     config = load_config(find_recipe("quickstart"), overrides=(f"teacher.path={tmp_path}",))
     with pytest.raises(ConfigError, match="teacher: has nothing to do because no algorithm.teacher_coef is set"):
         check_rules(config, AT_START)
-    with pytest.raises(ConfigError, match="kl_coef and teacher_coef are both 0"):
+    config = load_config(find_recipe("quickstart"), roles="rollout:1,actor:1,teacher:1")
+    with pytest.raises(ConfigError, match="roles: 'teacher' has nothing to do because no .*, or leave teacher out$"):
+        check_rules(config, AT_START)
+    with pytest.raises(ConfigError, match="^algorithm.kl_coef: 0.0 .*; teacher_coef is 0, too"):
         load_config(find_recipe("quickstart"), overrides=("algorithm={name: distill, kl_coef: 0}",))
 
 

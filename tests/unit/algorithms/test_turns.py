@@ -383,7 +383,7 @@ def test_algorithms_without_an_advantage_per_turn_do_not_know_the_setting(name: 
 
 
 def test_a_discount_of_turns_needs_their_credit() -> None:
-    with pytest.raises(ValidationError, match="gamma 0.9 discounts later turns, with credit turn"):
+    with pytest.raises(ValidationError, match="it discounts later turns, with credit turn"):
         make(name="grpo", gamma=0.9)
     assert make(name="ppo", gamma=0.9)
 

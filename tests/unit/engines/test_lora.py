@@ -416,6 +416,11 @@ def test_damaged_adapter_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="^lora.path: .*safetensors is not a complete safetensors file"):
         check_adapter(tmp_path, lora, targets)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="has no adapter_model.safetensors; name a directory in which peft saved"):
+        check_adapter(tmp_path, lora, targets)
+    with pytest.raises(ConfigError, match="has r 2, but lora.rank is 4"):
+        check_adapter(tmp_path, LoraConfig(rank=4), targets)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"cannot be read as an adapter \(adapter_config.json holds no settings\)"):
         check_adapter(tmp_path, lora, targets)

@@ -294,7 +294,7 @@ def test_a_kept_mask_travels_from_the_engine_to_the_trainer(model_dir: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (("rollout.top_p=1",), "keep_sampling_mask needs top_p below 1 or top_k"),
+        (("rollout.top_p=1",), "^rollout.keep_sampling_mask: True .*=true.; without top_p below 1 or top_k"),
         (("rollout.engine=sim",), "engine sim does not say which tokens it kept"),
         (("rollout.engine=vllm",), "vLLM keeps masks only where top_k bounds their size"),
         (("rollout.function=own:rollout",), "rollout.function has calls of its own"),

@@ -11,6 +11,7 @@ import configs
 from asyncflow.errors import ConfigError
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import AT_START, check_rules
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import SFT
 from workers.algorithms.load_algorithm import load_algorithm
@@ -160,8 +161,14 @@ def test_metrics_say_nothing_of_rewards() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (("algorithm.kl_coef=0.1",), "kl_coef is for algorithms that generate"),
-        (("algorithm.off_policy.method=none",), "off_policy is for algorithms that generate"),
+        (
+            ("algorithm.kl_coef=0.1",),
+            "^algorithm.kl_coef: 0.1 .*--set algorithm.kl_coef=0.1.*; it is for algorithms that ",
+        ),
+        (
+            ("algorithm.off_policy.method=none",),
+            "^algorithm.off_policy.method: 'none' .*; it is for algorithms that gene",
+        ),
         (("algorithm.loss_normalization=constant",), "'token' or 'sequence'"),
         (("roles={rollout: 1, actor: 1, ref: 1}", "algorithm.name=grpo"), "n_samples_per_prompt|completion_field"),
     ],
@@ -186,6 +193,18 @@ def test_settings_of_generation_are_refused_before_a_start(setting: str, complai
     config = configure(setting)
     with pytest.raises(ConfigError, match=complaint):
         config.algorithm.check(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("roles={actor: 1, ref: 1}", "^roles: 'ref' has nothing to do because algorithm.name sft .*; leave ref out$"),
+        ("ref.path=quickstart/model", "^ref.path: has nothing to do because algorithm.name sft .*; leave it out$"),
+    ],
+)
+def test_a_reference_is_refused_without_advice_that_would_be_refused(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_rules(configure(setting), AT_START)
 
 
 def test_recipe_trains_the_answers_of_the_quickstart() -> None:

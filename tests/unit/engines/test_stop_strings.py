@@ -136,7 +136,7 @@ def test_what_no_text_can_hold_is_refused(text: object, usable: bool) -> None:
     ("settings", "words"),
     [
         ({"stop": ["\n", ""]}, "'' must be a text that is not empty"),
-        ({"stop": ["\n"], "function": "tools"}, "stop is for one response to each prompt, and function has calls"),
+        ({"stop": ["\n"], "function": "tools"}, "it is for one response to each prompt, and function has calls"),
     ],
 )
 def test_stop_strings_of_a_run_that_cannot_be_are_refused(settings: dict[str, object], words: str) -> None:

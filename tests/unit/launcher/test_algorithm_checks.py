@@ -162,3 +162,17 @@ def test_sft_in_front_of_the_recipe_and_another_algorithm_contradict_each_other(
 def test_rows_of_sft_may_be_fed_later() -> None:
     config = load_config(find_recipe("quickstart-sft-cpu"), overrides=["data.path=null", "data.source=feed"])
     assert _check_data(config).num_prompts is None
+
+
+def test_settings_of_generation_and_of_adapters_that_nothing_reads_are_noted() -> None:
+    assert settings_without_effect(configured("weightsync.lora=merged")).endswith(
+        "weightsync.lora (there is no section lora)"
+    )
+    settings = ("rollout.engine=vllm", "rollout.top_p=0.5")
+    for roles, told in (
+        ("actor:1", "rollout.engine, rollout.top_p (algorithm.name sft generates nothing to train on)"),
+        ("actor:1,evaluate:1", "rollout.engine (algorithm.name sft generates nothing to train on)"),
+    ):
+        config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles=roles)
+        assert settings_without_effect(config) == f"without effect: {told}"
+    assert settings_without_effect(load_config(find_recipe("quickstart-sft-cpu"))) == ""

@@ -152,7 +152,7 @@ def test_a_page_that_cannot_be_shown_is_refused_before_a_start(tmp_path: Path, m
             "rollout.stop: cannot be used with the engine sim",
         ),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
-        (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
+        (["--set", "evaluate.n_samples_per_prompt=4"], "n_samples_per_prompt: 4 cannot be used (from --set"),
         (
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
             "evaluate:3 is more ranks than there are versions to evaluate",
@@ -813,5 +813,7 @@ def test_held_out_rows_without_the_fields_of_ones_own_data_name_their_own_settin
     settings = ["data.path=mine.jsonl", "data.prompt_field=question", "data.ground_truth_field=answer"]
     message = refuse(tmp_path, write_config(), *EVALUATE, *(word for each in settings for word in ("--set", each)))
     assert message.startswith("evaluate.path: ") and "no field 'question'" in message
-    assert "name a file that has them (--set evaluate.path=FILE), or the fields that it has" in message
-    assert message.endswith("(--set evaluate.prompt_field=NAME), or leave the role evaluate out")
+    assert message.endswith(
+        "; set evaluate.prompt_field to the right one, or name another file (--set evaluate.path=FILE), or leave the "
+        "role evaluate out"
+    )

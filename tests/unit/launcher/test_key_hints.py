@@ -28,6 +28,11 @@ def test_key_that_was_renamed_names_its_new_one() -> None:
         ("clip_ratio", ("actor",), "algorithm.eps_clip"),
         ("max_new_tokens", ("schedule",), "rollout.max_response_tokens"),
         ("stepz", (), "steps"),
+        ("target", ("lora",), "targets"),
+        ("pth", ("teacher", "sources", "math"), "path"),
+        ("pth", ("evaluate", "sets", "math"), "path"),
+        ("pth", ("data", "mixture", "0"), "path"),
+        ("nam", ("loggers", "0"), "name"),
     ],
 )
 def test_what_another_system_calls_it_comes_before_what_looks_alike(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from conftest import write_model
 from planned import QWEN_7B, changed, cost_model, qwen_run
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from asyncflow.errors import ConfigError
@@ -118,10 +117,13 @@ def test_targets_are_a_list_of_names_or_all(targets: str, message: str) -> None:
     assert "\n" not in str(refused.value) and " more)" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("key", "message"), [("use_dora", "use_dora is not supported"), ("r", "is called rank here")])
-def test_names_of_peft_are_answered(key: str, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        LoraConfig.model_validate({"rank": 4, key: 1})
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("use_dora", "it is not supported; remove it"), ("r", "it is called rank here; rename it")],
+)
+def test_names_of_peft_are_answered_and_told_where_they_were_given(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^lora.{key}: 8 cannot be used .from --set lora.{key}=8.; {message}$"):
+        configure(f"lora.{key}=8")
 
 
 def test_scaling_is_peft_s() -> None:
@@ -148,6 +150,25 @@ def test_targets_and_tokens_are_checked_against_the_files(tmp_path: Path) -> Non
         check_models(configure(f"lora.path={reference}"))
     with pytest.raises(ConfigError, match=r"^lora.path: 'nowhere' does not exist"):
         configure("lora.path=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("lora.rank=65",), "^lora.rank: 65 is more than 64, the smaller side of the lar.*; set it to 64 or less$"),
+        (
+            ("algorithm={name: dppo, divergence_top_k: 17}",),
+            "^algorithm.divergence_top_k: 17 is more than the 16 tokens of model.path .*; set it to 16 or less$",
+        ),
+        (
+            ("rollout.keep_sampling_mask=true", "rollout.top_k=17"),
+            "^rollout.top_k: 17 is more than the 16 tokens of model.path .*; set it to 16 or less$",
+        ),
+    ],
+)
+def test_what_is_more_than_the_model_has_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_models(configure(*settings))
 
 
 def test_parts_of_megatrons_pipeline_without_an_adapted_module_are_refused() -> None:

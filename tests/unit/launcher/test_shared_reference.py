@@ -9,6 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.placement import Devices, place_gangs
 from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from launcher.config.rules import AT_START, check_rules
 from workers.engines.device_memory import ModelSizes, memory_of_roles
 from workers.settings.run import RunConfig
@@ -82,7 +83,7 @@ def test_a_rank_has_its_part_of_the_weights(configure: Configure) -> None:
         config = configure("rollout:2,actor:2,ref:8", model={"path": "model", "dtype": "bfloat16"}, ref=ref)
         return memory_of_roles(config, QWEN_32B)["ref"]
 
-    whole, fsdp, megatron = of_ref({}), of_ref({"engine": "fsdp", "shards": 8}), of_ref(MEGATRON)
+    whole, fsdp, megatron = of_ref({}), of_ref({"engine": "fsdp", "shards": 8}), of_ref({**MEGATRON, "shards": 1})
     assert whole["weights"] == 2 * QWEN_32B.num_parameters
     assert fsdp["weights"] == pytest.approx(whole["weights"] / 8)
     root_and_two_layers = 2 * (2 * 152064 * 5120 + 2 * QWEN_32B.layer_parameters)
@@ -96,3 +97,9 @@ def test_copies_of_the_policy_are_divided_as_megatron_divides_it(configure: Conf
     actor = {**MEGATRON, "tri_model": True, "autocast": "bfloat16"}
     parts = memory_of_roles(configure("rollout:2,actor:16", actor=actor), QWEN_32B)["actor"]
     assert parts["policy copies"] == parts["weights"], "two replicas have a copy each"
+
+
+@pytest.mark.parametrize("model", ["ref", "teacher"])
+def test_shards_that_no_engine_makes_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{model}.shards: 2 .*; only engine fsdp divides a copy over ranks"):
+        load_config(find_recipe("quickstart"), overrides=(f"{model}.shards=2",))
