@@ -164,8 +164,8 @@ def test_rows_of_the_queue() -> None:
     config = preflight().config  # 32 x 16 rows a step, one step ahead, 8 + 4 tokens
     assert queue_bytes(config) == 512 * 2 * 12 * 24
     assert queue_bytes(preflight("tq.max_live_bytes=1000").config) == 1000
-    likeliest = preflight("algorithm={name: dppo, divergence_top_k: 20, kl_coef: 0.1}").config  # 8 bytes each
-    assert queue_bytes(likeliest) == 512 * 2 * (12 * 24 + 4 * 20 * 8)
+    likeliest = preflight("algorithm={name: dppo, divergence_top_k: 16, kl_coef: 0.1}").config  # 8 bytes each
+    assert queue_bytes(likeliest) == 512 * 2 * (12 * 24 + 4 * 16 * 8)
     retained = preflight("tq.retain_until_checkpoint=true", "checkpoint.interval=5").config
     assert queue_bytes(retained) == 512 * (2 + 5) * 12 * 24
     spilled = preflight("tq.retain_until_checkpoint=true", "tq.spill_directory=/tmp").config
