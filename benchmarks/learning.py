@@ -90,6 +90,7 @@ LAST_STEPS = 5
 TARGET = 0.95
 QUICKSTART_RESPONSES, FEW_RESPONSES = 16, 2
 FEW_STEPS = 90
+MOST_UPDATES = 200
 TEACHER_SEED = 1000
 LITTLE_KEPT = ("rollout.samples_per_step=0", "checkpoint.interval=0")
 CURVES = {
@@ -183,7 +184,7 @@ def distill(seeds: int, steps: int) -> dict[str, float]:
         for kind in ("", "_two")
     }
     names = ("grpo_steps", "distill_steps", "grpo_steps_two", "distill_steps_two")
-    medians = dict(zip(names, map(statistics.median, found.values()), strict=True))
+    medians = {name: statistics.median(reached) for name, reached in zip(names, found.values(), strict=True)}
     return {**ratios, **medians, "answers_steps": answers_steps(), "teacher_accuracy": _final_accuracy(taught)}
 
 
@@ -235,9 +236,6 @@ def answers_steps() -> int:
         optimizer.step()
         optimizer.zero_grad()
     return MOST_UPDATES
-
-
-MOST_UPDATES = 200
 
 
 def _final_accuracy(metrics: Metrics) -> float:

@@ -27,7 +27,7 @@ from workers.data.prompt_rows import CHUNK, PromptRow, ShownPrompt, check_ends, 
 from workers.data.supervised_rows import check_supervised
 from workers.data.task_source import TaskSource, held_out_sets
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.device_memory import DTYPE_BYTES, OtherModels, Parts
+from workers.engines.device_memory import OtherModels, Parts, version_bytes
 from workers.engines.lora import Trained
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.run import RunConfig, key_of_set
@@ -125,8 +125,7 @@ class Preflight:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version of the weights on the wire."""
-        sent = self.trained.total if self.config.sends_adapter else self.num_parameters
-        return sent * DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype]
+        return version_bytes(self.config, self.num_parameters, self.trained)
 
 
 def check_run(

@@ -504,10 +504,9 @@ def plot_command(
     """
     with errors_as_exits():
         from launcher.report.report import plot
+        from launcher.run.several_runs import check_runs
 
-        for run_dir in run_dirs:
-            _run_of(run_dir)
-        plot(run_dirs, metrics, output, steps=_steps_of(step), group=group)
+        plot(check_runs(run_dirs), metrics, output, steps=_steps_of(step), group=group)
         click.echo(f"wrote {output}")
 
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from asyncflow.errors import ConfigError
 from asyncflow.settings import as_advice
 from launcher.config.key_reference import key_paths
-from launcher.config.load_config import flatten, read_yaml
+from launcher.config.load_config import flatten, keys_of, read_yaml
 from launcher.config.paths import expand_home
 from workers.settings.run import RunConfig
 
@@ -457,9 +457,7 @@ def _check_values(ours: Ours) -> None:
         RunConfig.model_validate(_tree(ours.values))
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            keys = [str(key) for key in detail["loc"]]
-            if keys[0] == "algorithm":
-                del keys[1:2]  # pydantic inserts the union member's name
+            keys = [str(key) for key in keys_of(detail)[1]]
             places = (".".join(keys[:depth]) for depth in range(len(keys), 0, -1))
             key = next((place for place in places if place in ours.origins), None)
             if key is not None and detail["type"] != "missing":

@@ -258,7 +258,7 @@ def explain(error: ValidationError, origins: Origins) -> str:
     """Return one line for the most telling problem, plus the number of other problems."""
     details = sorted(error.errors(include_url=False), key=lambda detail: _rank(detail["type"]))
     if details[0]["type"] == "missing":  # ranked last, so every problem is a missing key
-        return _explain_missing([_keys_of(detail)[1] for detail in details], origins)
+        return _explain_missing([keys_of(detail)[1] for detail in details], origins)
     line = _explain_one(details[0], origins)
     others = len(details) - 1
     return f"{line} (and {others} more)" if others else line
@@ -269,7 +269,7 @@ def _rank(kind: str) -> int:
     return {"extra_forbidden": 0, "invalid_key": 0, "missing": 2}.get(kind, 1)
 
 
-def _keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
+def keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
     """Return the algorithm's name if the problem is in its settings (else ""), and the keys that lead to it."""
     keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
     if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic inserts the union member's name
@@ -288,7 +288,7 @@ def _explain_missing(missing: Sequence[tuple[str | int, ...]], origins: Origins)
 
 
 def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
-    algorithm, keys = _keys_of(detail)
+    algorithm, keys = keys_of(detail)
     name = ".".join(str(key) for key in keys)
     kind, value = detail["type"], detail["input"]
     if kind in ("union_tag_invalid", "union_tag_not_found"):

@@ -15,7 +15,7 @@ from launcher.checks.preflight import Preflight
 from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
 from launcher.request.stop_time import saved_bytes
-from workers.engines.device_memory import DTYPE_BYTES, state_of_roles
+from workers.engines.device_memory import DTYPE_BYTES, state_of_roles, version_bytes, wire_bytes
 from workers.engines.lora import Trained
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 from workers.settings.run import RunConfig
@@ -182,8 +182,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
     trained = Trained(parameters) if config.lora is None else checked.trained
-    wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-    version = checked.version_bytes if config.sends_adapter else parameters * wire
+    version = version_bytes(config, parameters, trained)
     on_cpu = checked.devices.kind == "cpu"
     sleeps = config.is_colocated and not on_cpu
     services = sum(1 for gang in gangs if gang.role in SERVICES)
@@ -199,7 +198,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         "actor asleep": states.get("actor", 0) if sleeps else 0,
         "bases asleep": sum(states.get(role, 0) for role in config.guests) if sleeps and config.sends_adapter else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
-        "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire,
+        "vllm slots": sum(gang.role == "evaluate" for gang in instances) * version * posted // wire_bytes(config),
         "broadcasts": len(instances) * version if config.weightsync.path == "broadcast" and not on_cpu else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES

@@ -40,7 +40,7 @@ from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, training_of, work_of_users
-from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles
+from workers.engines.device_memory import DTYPE_BYTES, STATE, ModelSizes, memory_of_roles, version_bytes
 from workers.engines.lora import Trained
 from workers.settings.algorithms import OutsideConfig
 from workers.settings.dataflow import roles_on_device
@@ -585,5 +585,4 @@ class CostModel:
     @property
     def _weight_bytes(self) -> int:
         """Bytes of a version, as it travels."""
-        sent = self._trained("actor").total if self.config.sends_adapter else self.model.num_parameters
-        return DTYPE_BYTES[self.config.weightsync.dtype or self.config.model.dtype] * sent
+        return version_bytes(self.config, self.model.num_parameters, self._trained("actor"))

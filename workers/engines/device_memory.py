@@ -19,7 +19,7 @@ from workers.settings.engines import ActorConfig, RefConfig, TeacherConfig, Trai
 from workers.settings.lora import LoraConfig
 from workers.settings.megatron import MegatronConfig, MegatronLayout
 from workers.settings.run import RunConfig
-from workers.settings.vllm import LORA_RANKS
+from workers.settings.vllm import room_for_rank
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_TILE = 2**25  # logits that the head holds at a time (`workers.engines.packed_forward`)
@@ -172,15 +172,14 @@ def memory_of_roles(
         for role in roles.keys() & {"rollout", "evaluate", "actor_fwd", *(("ref",) if follows else ())}:
             roles[role]["adapter"] = _received_adapter(config, role, trained)
     every = {"runtime": RUNTIME}
-    wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-    sent = trained.total if config.sends_adapter else model.num_parameters
+    version = version_bytes(config, model.num_parameters, trained)
     for role in config.colocated:
         # Roles that take turns never have their weights on a device at one time. Of the others there are contexts and
         # communicators, and each trainer rank's part of what it published (`weightsync.device_copies`).
         if role in roles:
             roles[role]["asleep"] = (len(config.colocated) - 1) * RUNTIME
             if has_ipc:
-                roles[role]["handed over"] = wire * sent // config.roles["actor"]
+                roles[role]["handed over"] = version // config.roles["actor"]
     if has_ipc and config.is_colocated and "rollout" in roles:
         # A bucket of each trainer rank, the one that is read, and the next one.
         roles["rollout"]["buckets"] = (config.roles["actor"] + 2) * config.weightsync.bucket_bytes
@@ -188,12 +187,22 @@ def memory_of_roles(
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         # They compute with one version while the next one arrives.
         if "rollout" in roles:
-            roles["rollout"]["next version"] = wire * sent // config.ranks_per_copy("rollout")
+            roles["rollout"]["next version"] = version // config.ranks_per_copy("rollout")
         for role in {"actor_fwd", "ref"} & roles.keys():
             if role == "actor_fwd" or config.algorithm.ref_update_interval:
-                whole = wire * roles[role]["weights"] // copy
-                roles[role]["next version"] = wire * sent if config.sends_adapter else whole  # ranks have all of it
+                whole = wire_bytes(config) * roles[role]["weights"] // copy
+                roles[role]["next version"] = version if config.sends_adapter else whole  # ranks have all of it
     return {role: parts | every for role, parts in roles.items()}
+
+
+def version_bytes(config: RunConfig, num_parameters: int, trained: Trained) -> int:
+    """Return the size of one version of the weights on the wire; `trained`: of the actor."""
+    return wire_bytes(config) * (trained.total if config.sends_adapter else num_parameters)
+
+
+def wire_bytes(config: RunConfig) -> int:
+    """Return the bytes of one number of a version."""
+    return DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
 
 
 def state_of_roles(
@@ -332,9 +341,8 @@ def _received_adapter(config: RunConfig, role: str, trained: Trained) -> int:
     if lora is None or not config.is_vllm(role):
         return DTYPE_BYTES[config.model.dtype] * size
     # vLLM makes room for a rank that it knows, and divides A and B as Megatron does.
-    padded = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
     number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
-    return number * trained.on_rank(config.ranks_per_copy(role)) * padded // lora.rank
+    return number * trained.on_rank(config.ranks_per_copy(role)) * room_for_rank(lora.rank) // lora.rank
 
 
 def _actor(

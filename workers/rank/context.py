@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -156,8 +156,11 @@ class WorkerContext:
 
     def first_weights(self) -> dict[str, str]:
         """Return directory -> `weights_fingerprint` of each model that scores, as the run began, in the same way."""
+        return self._first_weights(self.config.scoring_models.values())
+
+    def _first_weights(self, paths: Iterable[str]) -> dict[str, str]:
         saved = CheckpointMeta.read(Path(self.job.resume_from)).scoring_weights if self.job.resume_from else {}
-        return {path: saved.get(path) or self._first_weights_in(path) for path in self.config.scoring_models.values()}
+        return {path: saved.get(path) or self._first_weights_in(path) for path in paths}
 
     def _first_weights_in(self, path: str) -> str:
         key = f"weights/{path}"
@@ -169,7 +172,7 @@ class WorkerContext:
         """Raise ConfigError if a model that one of the tasks scores with has other weights than when the run began: a
         process that starts again would give its rows something else than the others got."""
         own = {key: path for task in tasks for key, path in self.config.models_of(task).items()}
-        first = self.first_weights() if own else {}
+        first = self._first_weights(own.values()) if own else {}
         for key, path in own.items():
             if what := changed_weights(Path(path), first[path], key=key):
                 raise ConfigError(what)

@@ -53,11 +53,14 @@ class TemplateSettings(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}  # `data.chat_template_options`
 
 
-def checked_template(template: str) -> str:
+def _checked_template(template: str) -> str:
     """Return the text around a prompt. Raises ValueError if it has no place for the prompt."""
     if PLACEHOLDER not in template:
         raise ValueError(f"it lacks {PLACEHOLDER}, where the prompt goes; put it in")
     return template
+
+
+PromptTemplate = Annotated[str, AfterValidator(_checked_template)]
 
 
 class HubPart(Settings):
@@ -128,7 +131,7 @@ class DataConfig(HubPart):
     """For algorithm `sft`: field that holds what is trained (TRL: `completion`, `messages`; verl: `answer`): a text or
     the assistant's messages that follow the prompt, or a whole conversation, whose assistant's messages are trained
     (docs/sft.md)."""
-    prompt_template: str = "{prompt}"
+    prompt_template: PromptTemplate = "{prompt}"
     """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False
     """Wrap the prompt as one user message in the tokenizer's chat template; a list of messages is rendered as it is."""
@@ -171,11 +174,6 @@ class DataConfig(HubPart):
         if self.system_prompt is not None and not self.chat_template:
             raise self.refusal("system_prompt", "data.chat_template is false; set that to true or remove this")
         return self
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_a_place_for_the_prompt(cls, template: str) -> str:
-        return checked_template(template)
 
     @field_validator("chat_template_options")
     @classmethod

@@ -31,7 +31,11 @@ REF_ENGINES = Registry(
 )
 
 
-_NO_SHARDS = "only engine fsdp divides a copy over ranks; set engine to fsdp, or shards to 1"
+def _shards_are_shared(section: Any) -> Any:
+    if section.shards > 1 and section.engine != "fsdp":
+        why = "only engine fsdp divides a copy over ranks; set engine to fsdp, or shards to 1"
+        raise section.refusal("shards", why)
+    return section
 
 
 class TrainingConfig(Settings):
@@ -189,11 +193,7 @@ class TeacherConfig(TeacherModel):
                 raise self.refusal_of(("sources", name), dict(one), "it has no path; name the teacher of these rows")
         return self
 
-    @model_validator(mode="after")
-    def _shards_are_shared(self) -> Self:
-        if self.shards > 1 and self.engine != "fsdp":
-            raise self.refusal("shards", _NO_SHARDS)
-        return self
+    _shards = model_validator(mode="after")(_shards_are_shared)
 
     @property
     def ranks_per_copy(self) -> int:
@@ -231,11 +231,7 @@ class RefConfig(Settings):
     shared_prompt: bool = True
     """Like `actor.shared_prompt`."""
 
-    @model_validator(mode="after")
-    def _shards_are_shared(self) -> Self:
-        if self.shards > 1 and self.engine != "fsdp":
-            raise self.refusal("shards", _NO_SHARDS)
-        return self
+    _shards = model_validator(mode="after")(_shards_are_shared)
 
     @property
     def ranks_per_copy(self) -> int:

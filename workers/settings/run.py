@@ -20,7 +20,7 @@ from tq.config import QueueConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
 from workers.settings.algorithms import AlgorithmConfig, GRPOConfig
-from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart, checked_template
+from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart, PromptTemplate
 from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TeacherConfig, TrainingConfig
 from workers.settings.lora import LoraConfig
 from workers.settings.openai import OpenAIConfig
@@ -76,7 +76,7 @@ class HeldOutSet(HubPart):
     """Field of the prompt; null: `data.prompt_field`."""
     ground_truth_field: str | None = None
     """Field of the ground truth; null: `data.ground_truth_field`."""
-    prompt_template: str | None = None
+    prompt_template: PromptTemplate | None = None
     """Text around the prompt; null: `data.prompt_template`."""
     system_prompt: str | None = None
     """null: `data.system_prompt`."""
@@ -94,11 +94,6 @@ class HeldOutSet(HubPart):
     """Keep the k most likely tokens. No effect on a greedy response."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Longest response (tokens)."""
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_a_place_for_the_prompt(cls, template: str | None) -> str | None:
-        return template if template is None else checked_template(template)
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:

@@ -18,6 +18,11 @@ OWN_ARGUMENTS = frozenset({
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room (its MaxLoRARanks)
 
 
+def room_for_rank(rank: int) -> int:
+    """Return the rank for which vLLM makes room where an adapter has `rank`."""
+    return next((each for each in LORA_RANKS if each >= rank), rank)
+
+
 class VllmConfig(Settings):
     """vLLM's engine inside the rollout (`rollout.engine: vllm`, `evaluate.engine: vllm`)."""
 

@@ -138,7 +138,7 @@ def test_processes_of_vllm_stay_on_loopback_unless_they_join_the_trainers_groups
 
 
 def test_the_first_rank_of_vllm_serves_its_store_under_torchruns_agent_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it would look for a store that nobody serves
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it would wait for the agent to serve one
     with variables_set(process_variables(VllmConfig(), CUDA, sockets="/tmp")):
         found = dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=timedelta(seconds=5))
         store, _, _ = next(found)

@@ -282,7 +282,7 @@ def test_keys_of_theirs_that_resemble_others_are_left_out(tmp_path: Path) -> Non
         imported(with_value(VERL_FILE, key, 1), tmp_path)
 
 
-def test_configuration_of_ours_is_taken_for_nobody_else_s(tmp_path: Path) -> None:
+def test_a_configuration_of_ours_is_not_imported(tmp_path: Path) -> None:
     for mine in ("configs/quickstart.yaml", "configs/smollm2-two-digit-sums-cpu.yaml"):
         with pytest.raises(ConfigError, match="AsyncFlow configuration already"):
             import_config(ROOT / mine)

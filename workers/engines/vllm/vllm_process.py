@@ -28,7 +28,7 @@ from asyncflow.vendors import vendor_of
 from workers.settings.lora import LoraConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
-from workers.settings.vllm import LORA_RANKS, VllmConfig
+from workers.settings.vllm import VllmConfig, room_for_rank
 
 # Imported by vLLM in each of its worker processes.
 WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
@@ -159,7 +159,7 @@ def adapter_arguments(lora: LoraConfig, modules: Iterable[str]) -> dict[str, Any
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.rank),
+        "max_lora_rank": room_for_rank(lora.rank),
         # Otherwise vLLM would also add zeros to the logits, and refuse the largest vocabularies.
         "lora_target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
@@ -187,7 +187,7 @@ def process_variables(
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
-        # Under torchrun's agent vLLM's first rank would look for a store, which nobody serves, instead of serving it.
+        # With torchrun's value vLLM's first rank would wait for a store of the agent's instead of starting its own.
         "TORCHELASTIC_USE_AGENT_STORE": None,
         # Ranks that share the model are on this host. NCCL reads its variable only once.
         **{name: interfaces.get(name, LOOPBACK_INTERFACE) for name in (GLOO_INTERFACE, NCCL_INTERFACE)},
