@@ -41,10 +41,12 @@ each look:
     live_server_mb          largest memory of the page's server (RSS, MB)
     live_server_core_share  its processor time over the time of the run
 
-`overhead` runs the quickstart in turn, without records of rows and without a page (`rollout.samples_per_step` 0), and
-with both, and a page that asks:
+`overhead` runs the quickstart twice at once, without records of rows and without a page (`rollout.samples_per_step` 0),
+and with both, and a page that asks; each on a core of its own, which they swap each round. So whatever changes the
+machine's speed meanwhile changes it for both:
 
-    view_overhead       processor time of all processes of the run, with over without: mean of the rounds
+    view_overhead       processor time of all processes of the run, with over without: mean of the rounds, two cores
+                        each
     view_overhead_low, view_overhead_high   its 95 % interval (Student's t)
     kept_kb_per_step    size of samples/ and trace/ (KB)
 """
@@ -62,6 +64,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -71,6 +75,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `
 from asyncflow.clock import HostClock
 from asyncflow.run_files import JOB_FILE
 from benchmarks import say
+from benchmarks.intervals import mean_of
 from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
@@ -283,8 +288,13 @@ def measure_trace(run_dir: Path, num_rows: int, draw: random.Random) -> dict[str
     }  # fmt: skip
 
 
-def run_once(run_dir: Path, num_steps: int, *, looked_at: bool) -> tuple[float, dict[str, float]]:
-    """Run the quickstart; return the processor time of all its processes (s), and what its page cost."""
+def run_once(
+    run_dir: Path, num_steps: int, *, looked_at: bool, cores: Sequence[int] = ()
+) -> tuple[float, dict[str, float]]:
+    """Run the quickstart, on `cores` if given; return the processor time of all its processes (s), and what its page
+    cost."""
+    if cores:
+        os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
     options = ["--run-dir", str(run_dir), "--steps", str(num_steps), "--quiet", "--set", "checkpoint.export_hf=false"]
     kept = [] if looked_at else ["--set", "rollout.samples_per_step=0"]
     launcher = subprocess.Popen([COMMAND.with_name("asyncflow-launch"), *options, *kept], stdout=subprocess.DEVNULL)
@@ -332,28 +342,35 @@ def look(run_dir: Path, ended: threading.Event, cost: dict[str, float]) -> None:
         process.wait()
 
 
-# Quantiles of Student's t for a 95 % interval of a mean, by number of values.
-STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-
-
 def measure_overhead(directory: Path, rounds: int, num_steps: int) -> dict[str, float]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("overhead: needs two cores")
     ratios, kept = [], 0.0
     for number in range(rounds):
-        seconds = {}
-        for looked_at in ((False, True), (True, False))[number % 2]:
-            run_dir = directory / f"run-{number}-{looked_at}"
-            seconds[looked_at] = run_once(run_dir, num_steps, looked_at=looked_at)[0]
-            if looked_at:
-                files = [path for name in ("samples", "trace") for path in (run_dir / name).iterdir()]
-                kept = sum(path.stat().st_size for path in files) / num_steps / 1e3
-        ratios.append(seconds[True] / seconds[False])
-        say(f"round {number + 1}: {seconds[False]:.1f} s without, {seconds[True]:.1f} s with")
-    mean = statistics.fmean(ratios)
-    half = STUDENT_95.get(rounds, 2.0) * statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.inf
+        of_cores = []
+        for swapped in (False, True):
+            run_dirs = {looked_at: directory / f"run-{number}-{swapped}-{looked_at}" for looked_at in (False, True)}
+            with ThreadPoolExecutor(len(run_dirs)) as pool:
+                runs = {
+                    looked_at: pool.submit(
+                        run_once, run_dir, num_steps, looked_at=looked_at, cores=[cores[looked_at != swapped]]
+                    )
+                    for looked_at, run_dir in run_dirs.items()
+                }
+            seconds = {looked_at: run.result()[0] for looked_at, run in runs.items()}
+            of_cores.append(seconds[True] / seconds[False])
+            say(f"round {number + 1}: {seconds[False]:.1f} s without, {seconds[True]:.1f} s with")
+            files = [path for name in ("samples", "trace") for path in (run_dirs[True] / name).iterdir()]
+            kept = sum(path.stat().st_size for path in files) / num_steps / 1e3
+        ratios.append(statistics.geometric_mean(of_cores))
+    overhead = mean_of(ratios)
     return {
-        "view_overhead": mean, "view_overhead_low": mean - half, "view_overhead_high": mean + half,
+        "view_overhead": overhead.value,
+        "view_overhead_low": overhead.value - overhead.half_width,
+        "view_overhead_high": overhead.value + overhead.half_width,
         "kept_kb_per_step": kept,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -521,9 +521,6 @@ def view_command(run_dirs: tuple[Path, ...], *, port: int, control: bool) -> Non
     each other. Only this host answers, and only with the token in the address. RUN: the newest run by default.
     """
     with errors_as_exits():
-        from asyncflow.extras import check_installed
-
-        check_installed("aiohttp", "view", "view: ", "or see each run's report.html")
         from launcher.view.server import serve_view
 
         runs = run_dirs or (_run_of(None, "RUN"),)

@@ -96,10 +96,6 @@ def launch(
         )
         if not place.is_head and not dry_run:
             sys.exit(request.accept_node().start())
-        if view:
-            from asyncflow.extras import check_installed
-
-            check_installed("aiohttp", "view", "--view: ", "or leave it out")
         accepted = request.accept_run()
         accepted.check_here()
         if dry_run:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from asyncflow.clock import HostClock
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
@@ -25,7 +26,6 @@ from launcher.view.run_reader import MOST_POINTS
 from tests.support.logged_runs import add_steps, append, make_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-web = pytest.importorskip("aiohttp.web", reason="pip install -e '.[view]'")
 expect = playwright.expect
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")

@@ -23,7 +23,6 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval
 
 
 def test_a_run_shows_its_page_saves_when_asked_and_its_rows_can_be_traced(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
     run_dir = tmp_path / "run"
     with command.started(
         "--run-dir", "run", "--steps", "100000", "--view", "--control", *SMALL, cwd=tmp_path

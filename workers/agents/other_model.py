@@ -5,13 +5,11 @@ whose time is up.
 """
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.extras import pip_line
 from workers.agents.turns import Message, Utterance
 from workers.settings.openai import read_api_key
 from workers.settings.rollout import ServedModelConfig
@@ -27,7 +25,7 @@ _SHOWN = 300
 
 class OtherModel:
     """One of `context.models`; used in one event loop. `settings`: a `ServedModelConfig`, as sent by another process.
-    Raises ConfigError if the variable with the key is not set, or the HTTP client is not installed."""
+    Raises ConfigError if the variable with the key is not set."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._what = f"rollout.models.{name}"
@@ -36,8 +34,6 @@ class OtherModel:
         self._key = read_api_key(variable, field) if variable else ""
         if variable and not self._key:
             raise ConfigError(f"{field}: the environment has no {variable}; export it, or leave this out")
-        if importlib.util.find_spec("aiohttp") is None:
-            raise ConfigError(f"{self._what} needs aiohttp, which is not installed; {pip_line('agents')}")
         self._session: aiohttp.ClientSession | None = None
 
     async def chat(self, messages: Sequence[Message], **fields: Any) -> Utterance:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
-from asyncflow.extras import pip_line
 from asyncflow.process import end_session_with_me
 from workers.agents.attempt import Attempt, BudgetIsSpent
 from workers.agents.command import run_command
@@ -161,12 +160,8 @@ class Service:
             return len(self._renderer.render(request.messages, request.tools))
 
     def _open_gateway(self) -> "Gateway":
-        try:
-            from workers.agents.gateway import Gateway
-        except ImportError as error:
-            raise ConfigError(
-                f"rollout: agents need {error.name}, which is not installed; {pip_line('agents')}"
-            ) from error
+        from workers.agents.gateway import Gateway
+
         return Gateway(self, seal=self._setup.seal, port=self._setup.port)
 
     def _attempt_of(self, key: str) -> Attempt:

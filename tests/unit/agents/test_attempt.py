@@ -95,8 +95,6 @@ def test_each_sample_has_its_conversation_though_another_one_went_on_from_it() -
 
 
 def test_a_template_that_ignores_tools_is_the_agents_error_also_where_tokens_are_counted() -> None:
-    pytest.importorskip("aiohttp")
-
     async def count() -> int:
         engine: Any = None  # it draws nothing
         service = Service(engine, setup_of(agent="nowhere:agent"))

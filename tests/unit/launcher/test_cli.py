@@ -111,9 +111,7 @@ def test_a_start_says_what_it_reads_and_where_the_run_will_be_before_it_checks(
     assert "give one of them" in run("--quiet", "--json-lines").stderr
 
 
-def test_a_page_that_cannot_be_shown_is_refused_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow.extras.is_installed", lambda name: False)
-    assert "--view: aiohttp is not installed; pip install" in refuse(tmp_path, "--view")
+def test_control_without_a_page_is_refused_before_a_start(tmp_path: Path) -> None:
     assert refuse(tmp_path, "--control").endswith("there is no page; add --view")
 
 

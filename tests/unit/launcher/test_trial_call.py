@@ -210,7 +210,6 @@ def test_a_rollout_that_fails_where_failures_are_trained_on_is_a_warning(caplog:
 
 @pytest.mark.slow
 def test_an_agent_and_a_program_are_tried_behind_the_gateway() -> None:
-    pytest.importorskip("aiohttp")
     own = ("rollout.function=null",)
     tried(*own, "rollout.agent=tried_rollouts:agent")
     with pytest.raises(
