@@ -1,13 +1,17 @@
 """A run for people to look at: curves and samples, as a picture and as text. The page is `launcher.view`."""
 
+import contextlib
 import heapq
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
@@ -42,6 +46,18 @@ def read_curves(run_dir: Path) -> Curves:
     if not lines:
         raise ConfigError(f"RUN: {run_dir} has no finished step; name the directory of a run that has begun")
     return curves
+
+
+@dataclass
+class TimeSpent:
+    """How long a run took over all of its starts (s); each counts `time_s` of its steps anew."""
+
+    total: float = 0.0
+    last: float = 0.0
+
+    def add_step(self, time_s: float) -> None:
+        self.total += time_s - self.last if time_s >= self.last else time_s
+        self.last = time_s
 
 
 def plot(
@@ -158,43 +174,52 @@ def samples_text(
     Raises:
         ConfigError: the run has no such samples.
     """
-    lines = list(_lines(run_dir))
+    lines = list(_kept_lines(run_dir))
     if not lines:
         raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has no samples; see rollout.samples_per_step")
-    there = sorted({line["step"] for line in lines})
+    there = sorted({line.step for line in lines})
     if steps is None:
         steps = (there[0], there[-1]) if search or group is not None else (there[-1], there[-1])
     first, last = steps
     where = f"step {first}" if first == last else f"steps {first} to {last}"
-    lines = [line for line in lines if first <= line["step"] <= last]
+    lines = [line for line in lines if first <= line.step <= last]
     if not lines:
         named = str(first) if first == last else f"{first}-{last}"
         raise ConfigError(f"--step: {named} has no samples; there are steps {there[0]} to {there[-1]}")
-    chosen = [line for line in lines if group in (None, line["group"]) and has_text(line, search)]
+    chosen = [line for line in lines if group in (None, line.group) and (not search or has_text(line.read(), search))]
     if not chosen:
         what = f"--group: {group}" if group is not None else f"--search: {search!r}"
         raise ConfigError(
             f"{what} is in none of the {len(lines)} rollouts kept of {where}; see rollout.samples_per_step"
         )
     if worst or best:
-        scored = [line for line in chosen if line["reward"] is not None]
-        low = heapq.nsmallest(worst, scored, key=lambda line: line["reward"])
-        high = heapq.nlargest(best, scored, key=lambda line: line["reward"])
+        scored = [line for line in chosen if line.reward is not None]
+        low = heapq.nsmallest(worst, scored, key=lambda line: line.reward or 0.0)
+        high = heapq.nlargest(best, scored, key=lambda line: line.reward or 0.0)
         shown = low + [line for line in reversed(high) if line not in low]
     else:
         shown = chosen[:number]
-    return plain("\n".join([*map(_text, shown), _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
+    texts = [_text(line.read()) for line in shown]
+    return plain("\n".join([*texts, _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
 
 
 def has_text(line: Mapping[str, Any], search: str) -> bool:
     """Return whether a rollout's prompt, response, ground truth or conversations have a text, in any case."""
     wanted = search.casefold()
-    texts = (line.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
-    return not search or any(
-        wanted in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).casefold()
-        for text in texts
-        if text
-    )
+    parts = (line.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
+    return not search or any(wanted in text.casefold() for part in parts for text in _texts(part))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON, without keys and roles."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(each) if name != "role" else ()
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def newest_sample(run_dir: Path) -> dict[str, Any] | None:
@@ -209,9 +234,44 @@ def newest_sample(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
+class _Choice(msgspec.Struct):
+    """What rollouts are chosen by."""
+
+    step: int
+    group: int = -1
+    reward: float | None = None
+
+
+class _KeptLine(NamedTuple):
+    """Where a rollout stands: those of a long run are gigabytes."""
+
+    step: int
+    group: int
+    reward: float | None
+    path: Path
+    place: int  # bytes
+
+    def read(self) -> dict[str, Any]:
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            return dict(_json_object(file.readline()))
+
+
+_decode_choice = json_decoder(_Choice).decode
+
+
+def _kept_lines(run_dir: Path) -> Iterator[_KeptLine]:
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
-        yield from (line for _, line in LineReader(path).read_lines().lines)
+        place = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    with contextlib.suppress(*UNREADABLE, msgspec.ValidationError):  # a crash may have torn it
+                        one = _decode_choice(line)
+                        yield _KeptLine(one.step, one.group, one.reward, path, place)
+                    place += len(line)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
 
 
 def reward_text(line: Mapping[str, Any]) -> str:
