@@ -276,7 +276,9 @@ class Panel {
       // Of several held-out sets each figure is there as NAME/figure, too; those without a name are the first one's.
       const sets = [...new Set(keys.filter((key) => key.includes("/")).map((key) => key.slice(0, key.lastIndexOf("/") + 1)))];
       const asked = (this.spec.evaluation || []).flatMap((name) => sets.length ? sets.map((set) => set + name) : [name]);
-      wanted(asked, keys).forEach((name, number) => {
+      const named = wanted(asked, keys);
+      if (this.spec.evaluation) this.single = named.length < 2;
+      named.forEach((name, number) => {
         const column = (key) => rows.map((row) => row[key] === undefined ? null : row[key]);
         add(name, rows.map((row) => row.step), column(name), number,
           { points: true, low: keys.includes(name + "_low") ? column(name + "_low") : null, high: column(name + "_high") });
