@@ -87,6 +87,7 @@ _SAVES = "checkpoints are asynchronous and sharded: section checkpoint"
 _MEMORY = "weights are sharded over the role's ranks; `asyncflow plan` finds sizes that fit"
 _RAY = "there is no Ray"
 _PADDING = "batches are packed, never padded"
+_EVALUATOR = "answered if roles has evaluate: 1, which takes a device"
 _UNKNOWN = "it is not in the table of docs/importing.md, so no counterpart is known"
 
 
@@ -565,7 +566,7 @@ def _read_trl(found: Found) -> Ours:
     if "data.path" not in ours.values:
         ours.to_fill.append("data.path")
     if str(get("eval_strategy", "no")) != "no":
-        ours.set_value("evaluate.path", ours.values.get("data.path"), "dataset_name")
+        ours.set_value("evaluate.path", ours.values.get("data.path"), f"dataset_name; {_EVALUATOR}")
         ours.set_value("evaluate.split", get("dataset_test_split", "test"), "dataset_test_split")
         interval = _in_steps(_whole("eval_steps", get("eval_steps") or 10), per_step)
         ours.set_value("evaluate.interval", interval, _origin("eval_steps", per_step))
@@ -895,13 +896,17 @@ def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     held_out = _texts("data.val_files", get("data.val_files"))
     interval = get("trainer.test_freq")
     if held_out and interval and interval > 0:
-        ours.set_value("evaluate.path", str(expand_home(held_out[0], "data.val_files")), "data.val_files")
+        ours.set_value(
+            "evaluate.path", str(expand_home(held_out[0], "data.val_files")), f"data.val_files; {_EVALUATOR}"
+        )
         ours.set_value("evaluate.interval", _whole("trainer.test_freq", interval), "trainer.test_freq")
         for one in held_out[1:]:
             ours.leave_out("data.val_files", one, "one file is evaluated")
         for theirs, key in (("temperature", "temperature"), ("n", "n_samples_per_prompt"), ("top_p", "top_p")):
             if get(f"{_ROLLOUT}val_kwargs.{theirs}") is not None:
                 ours.set_value(f"evaluate.{key}", get(f"{_ROLLOUT}val_kwargs.{theirs}"), f"val_kwargs.{theirs}")
+        if (most := get(f"{_ROLLOUT}val_kwargs.top_k")) is not None:
+            ours.set_value("evaluate.top_k", _positive(most), "val_kwargs.top_k")
     path, function = get("custom_reward_function.path"), get("custom_reward_function.name") or "compute_score"
     if path:
         if not isinstance(path, str):

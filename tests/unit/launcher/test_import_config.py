@@ -128,6 +128,16 @@ def test_verl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     assert config.name == "qwen2-7b"
 
 
+def test_how_verl_validates_is_kept(tmp_path: Path) -> None:
+    sampling = {"temperature": 0.6, "n": 4, "top_p": 0.9, "top_k": 20, "do_sample": True}
+    values = imported(with_value(VERL_FILE, "actor_rollout_ref.rollout.val_kwargs", sampling), tmp_path, steps=9)
+    told = {"temperature": 0.6, "n_samples_per_prompt": 4, "top_p": 0.9, "top_k": 20, "interval": 5}
+    assert {key: values["evaluate"][key] for key in told} == told
+    assert "answered if roles has evaluate: 1" in (tmp_path / "new.yaml").read_text()
+    values = imported(with_value(VERL_FILE, "actor_rollout_ref.rollout.val_kwargs", {"top_k": -1}), tmp_path, steps=9)
+    assert values["evaluate"]["top_k"] == 0
+
+
 def test_adapters_become_ours(tmp_path: Path) -> None:
     imported({**TRL_FILE, "use_peft": True, "lora_r": 8, "lora_modules_to_save": ["norm"]}, tmp_path)
     config = load_config(tmp_path / "new.yaml")
