@@ -149,7 +149,7 @@ def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]
 # `asyncflow samples`: what the policy said in a step, as text for a person.
 
 _RULE = "=" * 80
-_NEWEST_BYTES = 64 * 1024
+_NEWEST_BYTES = 2**20
 _json_object = json_decoder(dict[str, Any]).decode
 
 

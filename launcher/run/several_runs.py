@@ -233,7 +233,7 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
     def read_rest(self) -> list[str]:
-        """Return what follows the last complete line: the last words of a process that was killed, or a progress bar."""
+        """Return what follows the last complete line: the last words of a killed process, or a progress bar."""
         rest, self.partial = self.partial, b""
         return [rest.decode(errors="replace")] if rest else []
 
