@@ -444,7 +444,7 @@ class RunReader:
                     "detail": one.detail,
                     "step": one.step,
                     "version": one.version if one.version >= 0 else None,
-                    "idle_s": one.idle_s,
+                    "idle_s": one.idle_s + max(0.0, status.at - one.time),  # a rank that hangs reports nothing
                     "restarts": status.restarts.gangs.get(gang, 0),
                     "rollouts": dict(one.rollouts),
                 }
