@@ -54,10 +54,17 @@ class TimeSpent:
 
     total: float = 0.0
     last: float = 0.0
+    lineage: float | None = None
 
-    def add_step(self, time_s: float) -> None:
-        self.total += time_s - self.last if time_s >= self.last else time_s
-        self.last = time_s
+    def add_step(self, figures: Mapping[str, float | None]) -> None:
+        """Count a step by its `time_s`, `step_time_s` and `lineage`."""
+        if (ended := figures.get("time_s")) is None:
+            return
+        # The trainer of a later lineage began after the earlier one's last step, or by another start's clock.
+        same = figures.get("lineage") == self.lineage
+        began = ended if same else ended - (figures.get("step_time_s") or 0.0)
+        self.total += ended - self.last if began >= self.last else ended
+        self.last, self.lineage = ended, figures.get("lineage")
 
 
 def plot(

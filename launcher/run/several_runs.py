@@ -19,7 +19,7 @@ from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
 from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
-from launcher.report.report import TimeSpent, read_curves
+from launcher.report.report import Curves, TimeSpent, read_curves
 from launcher.run.rundir import RUNS, check_run_dir, newest_run
 from launcher.run.status import RunEnd, is_live, live_state
 from workers.settings.dataflow import OBSERVERS
@@ -138,16 +138,16 @@ def diff_text(runs: Sequence[Path], *, width: int = 80) -> str:
         if any(cell != "-" for cell in cells):
             figures.append((name, *cells))
     figures.append(("steps finished", *(str(int(max(one["step"]))) for one in curves)))
-    figures.append(("minutes to that step", *(_minutes(one.get("time_s", {}), last) for one in curves)))
+    figures.append(("minutes to that step", *(_minutes(one, last) for one in curves)))
     return plain(f"{text}\n\n{_table_or_blocks(figures, width)}\nMean over these steps, and their standard deviation.")
 
 
-def _minutes(times: Mapping[int, float], last: int) -> str:
+def _minutes(curves: Curves, last: int) -> str:
     spent = TimeSpent()
-    for step, time_s in times.items():
+    for step in curves["step"]:
         if step <= last:
-            spent.add_step(time_s)
-    return f"{spent.total / 60:.1f}" if times else "-"
+            spent.add_step({name: curve.get(step) for name, curve in curves.items()})
+    return f"{spent.total / 60:.1f}" if spent.total else "-"
 
 
 def _table_or_blocks(rows: Sequence[tuple[str, ...]], width: int) -> str:

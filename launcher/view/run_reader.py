@@ -123,13 +123,13 @@ class Curves:
 
     def _append(self, step: int, line: Fields) -> None:
         self._steps.append(step)
-        values = {name: value for name, value in figures(line).items() if name not in _NOT_CURVES}
+        every = figures(line)
+        values = {name: value for name, value in every.items() if name not in _NOT_CURVES}
         for name in sorted(values.keys() - self._columns.keys()):
             self._columns[name] = array("d", [math.nan] * (len(self._steps) - 1))
         for name, column in self._columns.items():
             column.append(values.get(name, math.nan))
-        if "time_s" in values:
-            self.time_spent.add_step(values["time_s"])
+        self.time_spent.add_step(every)
         self.last = line
 
     @property

@@ -256,11 +256,12 @@ def test_a_report_replaces_a_link_in_its_place_and_leaves_what_it_names(run_dir:
 def test_a_resumed_run_counts_the_time_of_all_its_starts_and_shows_its_new_last_step(run_dir: Path) -> None:
     run = RunReader(run_dir, "run")
     assert run.state()["time_s"] is None
-    for lineage, step, at in ((0, 1, 100.0), (0, 2, 200.0), (1, 3, 130.0), (1, 4, 160.0)):
+    # The second start counts anew; its trainer then starts again within it, as lineage 2.
+    for lineage, step, at in ((0, 1, 60.0), (0, 2, 90.0), (1, 3, 100.0), (2, 4, 160.0), (2, 5, 190.0)):
         line = {"step": step, "lineage": lineage, "reward_mean": 0.5, "time_s": at, "step_time_s": 30.0}
         append(run_dir / "metrics.jsonl", line)
-    assert run.state()["time_s"] == 360.0
-    assert "6.0 minutes for 4 steps" in write_report(run_dir).read_text()
+    assert run.state()["time_s"] == 90 + 190
+    assert "4.7 minutes for 5 steps" in write_report(run_dir).read_text()
     config = run_dir / "config.yaml"
     config.write_text(config.read_text().replace("\nsteps: 60\n", "\nsteps: 120\n"))
     assert run.state()["steps"] == 120
