@@ -38,7 +38,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
               "rows_per_s": 5.0}]  # fmt: skip
     room = {"live_rows": 6, "row_limit": 9, "live_bytes": 7, "waiting_puts": 0, "lost_rows": 0}
     status = RunStatus(
-        run, 1.0, (actor,), {("actor", 0): Status("training", idle_s=0.5, version=6, time=0.25)}, [{**room, "tasks": tasks}]
+        run,
+        1.0,
+        (actor,),
+        {("actor", 0): Status("training", idle_s=0.5, version=6, time=0.25)},
+        [{**room, "tasks": tasks}],
     )
     monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
     monkeypatch.setattr(RunStatus, "read", lambda path: status)
