@@ -67,6 +67,12 @@ class TimeSpent:
         self.last, self.lineage = ended, figures.get("lineage")
 
 
+def number_text(value: float, digits: int) -> str:
+    """Return a number to so many digits, and a large one without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
 def plot(
     run_dirs: Sequence[Path],
     metrics: Sequence[str],

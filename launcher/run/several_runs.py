@@ -19,7 +19,7 @@ from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
 from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
-from launcher.report.report import Curves, TimeSpent, read_curves
+from launcher.report.report import Curves, TimeSpent, number_text, read_curves
 from launcher.run.rundir import RUNS, check_run_dir, newest_run
 from launcher.run.status import RunEnd, is_live, live_state
 from workers.settings.dataflow import OBSERVERS
@@ -200,8 +200,8 @@ def _short(value: Any) -> str:
 def _cell(values: Sequence[float]) -> str:
     if not values:
         return "-"
-    spread = f" +- {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4g}{spread}"
+    spread = f" +- {number_text(statistics.stdev(values), 2)}" if len(values) > 1 else ""
+    return f"{number_text(statistics.fmean(values), 4)}{spread}"
 
 
 # Log lines

@@ -48,7 +48,7 @@ from asyncflow.run_files import (
 from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
-from launcher.report.report import TimeSpent, has_text
+from launcher.report.report import TimeSpent, has_text, number_text
 from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
@@ -596,9 +596,10 @@ class RunReader:
             values = self._curves.last_values(name, number)
             if len(values) > 1:
                 half = _STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-                rows.append((label, f"{statistics.fmean(values):.4g} ± {half:.2g} (last {len(values)} steps)"))
+                mean = number_text(statistics.fmean(values), 4)
+                rows.append((label, f"{mean} ± {number_text(half, 2)} (last {len(values)} steps)"))
             elif values:
-                rows.append((label, f"{values[0]:.4g} (one step)"))
+                rows.append((label, f"{number_text(values[0], 4)} (one step)"))
         return rows
 
     def newest_evaluation(self) -> Fields | None:
