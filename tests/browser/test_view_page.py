@@ -230,6 +230,8 @@ def test_a_live_run_grows_without_a_reload_until_it_ends(
         expect(page.get_by_role("link", name="Does it learn?")).to_be_visible()
         expect(now).to_be_visible()
         assert curve_is_drawn(page, "Reward") and drawn_steps(page, "Reward") == [1, 4]
+        ticks = "page.panels.find((one) => one.spec.title === 'Reward').plot.axes[0]._splits"
+        assert page.evaluate(ticks) == [1, 2, 3, 4], "there is no step 1.5"
         add_steps(run_dir, 5, 9)
         expect(header).to_contain_text("step 9")
         assert drawn_steps(page, "Reward") == [1, 9]

@@ -333,7 +333,7 @@ class Panel {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
       scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
-      axes: [{ ...axis, label: this.spec.x || "step", incrs: whole ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
+      axes: [{ ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
         { ...axis, size: 56, values }],
       cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: "step" }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
