@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from asyncflow.decoding import UNREADABLE, json_decoder
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
 from launcher.report.report import reward_text
@@ -268,11 +268,15 @@ class RowTrace:
 
     @staticmethod
     def read(run_dir: Path, row: int) -> "RowTrace":
-        """Raises ConfigError: no run, or the run wrote nothing about the row."""
+        """Raises ConfigError: no run, or the run wrote nothing about the row; AsyncFlowError: its index cannot be used,
+        e.g. since the disk is full."""
         check_runs([run_dir])
-        with RowIndex(run_dir) as index:
-            index.update()
-            return RowTrace.from_lines(run_dir, row, index.find_lines(row))
+        try:
+            with RowIndex(run_dir) as index:
+                index.update()
+                return RowTrace.from_lines(run_dir, row, index.find_lines(row))
+        except sqlite3.Error as error:
+            raise AsyncFlowError(f"{run_dir / TRACE / INDEX_FILE}: {error}; make room, or try again later") from error
 
     @staticmethod
     def from_lines(run_dir: Path, row: int, lines: Sequence[tuple[str, Fields]]) -> "RowTrace":

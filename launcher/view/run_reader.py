@@ -17,7 +17,6 @@ import codecs
 import contextlib
 import math
 import os
-import sqlite3
 import statistics
 import time
 from array import array
@@ -569,7 +568,7 @@ class RunReader:
         """Return {text}: where a row was, see `RowTrace`, or {why}: there is nothing."""
         try:
             return {"text": RowTrace.read(self.run_dir, row).as_text()}
-        except (AsyncFlowError, OSError, sqlite3.Error) as error:
+        except (AsyncFlowError, OSError) as error:
             return {"why": str(error)}
 
     def _read_account(self) -> Fields:

@@ -181,6 +181,16 @@ def test_a_damaged_index_is_built_anew(run_dir: Path, damage: bytes) -> None:
     assert RowTrace.read(run_dir, 5).trained == [trained(2, 4, 5)]
 
 
+def test_an_index_that_cannot_grow_is_one_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(index: RowIndex) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(RowIndex, "update", full)
+    said = CliRunner().invoke(main, ["trace", str(run_dir), "4"])
+    assert (said.exit_code, said.output.count("\n")) == (1, 1)
+    assert "index.sqlite: database or disk is full; make room" in said.output
+
+
 def test_a_file_that_was_cut_and_grew_again_is_read_anew(run_dir: Path) -> None:
     """A run that goes back to a checkpoint cuts its ledger, and trains other rows in those steps."""
     RowTrace.read(run_dir, 10)
