@@ -298,12 +298,13 @@ def reward_text(line: Mapping[str, Any]) -> str:
 def _text(line: dict[str, Any]) -> str:
     """Return a rollout: its conversations and their tokens, with those that are trained in guillemets."""
     reward = reward_text(line)
-    versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
-    cut = ", truncated" if line["truncated"] else ""
-    tokens = f"{line['response_tokens']} tokens ({versions}){cut}"
-    head = f"{_RULE}\nstep {line['step']}, group {line['group']}, row {line['index']}: {reward}, {tokens}"
+    # Lines of other versions may lack some of it.
+    versions = ", ".join(f"{count} by version {version}" for version, count in line.get("versions") or ())
+    cut = ", truncated" if line.get("truncated") else ""
+    tokens = f"{line.get('response_tokens', '?')} tokens{f' ({versions})' if versions else ''}{cut}"
+    head = f"{_RULE}\nstep {line['step']}, group {line.get('group')}, row {line.get('index')}: {reward}, {tokens}"
     conversations = line.get("conversations") or [
-        [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
+        [{"role": "user", "content": line.get("prompt")}, {"role": "assistant", "content": line.get("response")}]
     ]
     if line.get("metrics"):
         head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())

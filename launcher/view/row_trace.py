@@ -364,7 +364,8 @@ def _sample_lines(sample: Fields) -> list[str]:
     reward = reward_text(sample)
     cut = ", truncated" if sample.get("truncated") else ""
     lines = [
-        f"  drawn by {sample['worker']} for step {sample['step']}: {sample['response_tokens']} tokens, {reward}{cut}"
+        f"  drawn by {sample['worker']} for step {sample['step']}: {sample.get('response_tokens', '?')} tokens, "
+        f"{reward}{cut}"
     ]
     begin = 0
     for version, count in sample.get("versions") or ():

@@ -70,6 +70,12 @@ def test_only_what_is_shown_is_read_whole(run_dir: Path, monkeypatch: pytest.Mon
     assert len(read) == 1
 
 
+def test_a_line_of_another_version_is_shown_with_what_it_has(run_dir: Path) -> None:
+    (run_dir / "samples" / "rollout-1.jsonl").write_text('{"step": 9, "prompt": "1+1=", "response": "2"}\n')
+    text = samples_text(run_dir, steps=None, worst=0, best=0, number=1)
+    assert "step 9, group None, row None: no reward, ? tokens\n[user] 1+1=\n[assistant] 2\n" in text
+
+
 def test_a_step_without_samples_is_named(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--step: 7 has no samples; there are steps 1 to 2"):
         samples_text(run_dir, steps=(7, 7), worst=0, best=0, number=1)
