@@ -85,8 +85,8 @@ def plot(
 
     Args:
         steps: the first and the last one; None: all.
-        group: a setting, such as `actor.lr`: runs with the same value are one curve, the mean, with a band of one
-            standard deviation on both sides; None: each run has its own.
+        group: a setting, such as `actor.lr`: runs with the same value are one curve, the mean over the steps that all
+            of them have, with a band of one standard deviation on both sides; None: each run has its own.
 
     Raises:
         ConfigError: matplotlib is not installed, a run has no such figure, setting or steps, or the file cannot be
@@ -123,6 +123,8 @@ def plot(
             curves = [curve for run_dir in members if (curve := runs[run_dir].get(metric))]
             if curves:
                 at, means, low, high = mean_curve(curves)
+                if not at:
+                    raise ConfigError(f"--group: {label} have no step of {metric} in common; leave one of them out")
                 (line,) = axes.plot(at, means, label=label)
                 axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.grid(alpha=0.3)
@@ -136,9 +138,12 @@ def plot(
 
 
 def mean_curve(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return (steps, means, and these minus and plus one standard deviation) over the curves that have each step."""
-    steps = sorted(set().union(*curves))
-    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    """Return (steps, means, and these minus and plus one standard deviation) of the steps that all curves have.
+
+    With others the mean would jump where one of them ends.
+    """
+    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    values = [[curve[step] for curve in curves] for step in steps]
     means, spreads = list(map(fmean, values)), [stdev(ys) if len(ys) > 1 else 0.0 for ys in values]
     low, high = ([y + sign * s for y, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
     return steps, means, low, high

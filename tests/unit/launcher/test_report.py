@@ -69,8 +69,9 @@ def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp
         grouped_runs([run_dir, others[1]], "nosuch.key")
     spread = 2**0.5
     assert mean_curve([{1: 1.0, 2: 4.0}, {1: 3.0}]) == (
-        [1, 2], [2.0, 4.0], pytest.approx([2 - spread, 4.0]), pytest.approx([2 + spread, 4.0]),
+        [1], [2.0], pytest.approx([2 - spread]), pytest.approx([2 + spread]),
     )  # fmt: skip
+    assert mean_curve([{1: 1.0, 2: 4.0}]) == ([1, 2], [1.0, 4.0], [1.0, 4.0], [1.0, 4.0])
 
 
 def test_without_matplotlib_one_line_says_what_to_do(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
