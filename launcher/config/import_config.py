@@ -572,9 +572,8 @@ def _read_trl(found: Found) -> Ours:
         ours.set_value("evaluate.interval", interval, _origin("eval_steps", per_step))
         if get("num_generations_eval"):
             ours.set_value("evaluate.n_samples_per_prompt", get("num_generations_eval"), "num_generations_eval")
-    if "checkpoint.interval" in ours.values and get("save_steps") >= 1:
-        interval = _in_steps(ours.values["checkpoint.interval"], per_step)
-        ours.set_value("checkpoint.interval", interval, _origin("save_steps", per_step))
+    if (saves := get("save_steps")) is not None and saves >= 1:
+        ours.set_value("checkpoint.interval", _in_steps(saves, per_step), _origin("save_steps", per_step))
     if str(get("save_strategy", "steps")) == "no":
         ours.set_value("checkpoint.interval", 0, "save_strategy")
     _set_loggers(ours, get("report_to"), "report_to")

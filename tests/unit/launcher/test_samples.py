@@ -65,7 +65,12 @@ def test_only_what_is_shown_is_read_whole(run_dir: Path, monkeypatch: pytest.Mon
     """The rollouts of a long run are gigabytes."""
     read: list[bytes] = []
     decode = report._json_object
-    monkeypatch.setattr(report, "_json_object", lambda line: (read.append(line), decode(line))[1])
+
+    def counted(line: bytes) -> dict[str, object]:
+        read.append(line)
+        return decode(line)
+
+    monkeypatch.setattr(report, "_json_object", counted)
     assert shown(samples_text(run_dir, steps=(1, 2), worst=0, best=1, number=4)) == [4]
     assert len(read) == 1
 
