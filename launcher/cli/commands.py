@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -173,6 +174,7 @@ def init_command(
         undo.pop_all()
     for path in written:
         click.echo(f"wrote {path}")
+    click.echo(f"now: asyncflow-launch {shlex.quote(str(target))}")
 
 
 @main.command("import-config", cls=OneLineCommand)

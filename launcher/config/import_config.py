@@ -87,6 +87,7 @@ _SAVES = "checkpoints are asynchronous and sharded: section checkpoint"
 _MEMORY = "weights are sharded over the role's ranks; `asyncflow plan` finds sizes that fit"
 _RAY = "there is no Ray"
 _PADDING = "batches are packed, never padded"
+_EVALUATOR = "answered if roles has evaluate: 1, which takes a device"
 _UNKNOWN = "it is not in the table of docs/importing.md, so no counterpart is known"
 
 
@@ -128,7 +129,7 @@ TRL: Mapping[str, Rule] = {
     "learning_rate": Same("actor.lr"),
     "lr_scheduler_type": Together("actor.lr_schedule", "constant, linear, cosine, constant_with_warmup"),
     "lr_scheduler_kwargs": Refused("see actor.lr_min_ratio and actor.lr_decay_steps", (None, {})),
-    "warmup_steps": Together("actor.lr_warmup_steps", "below 1: a share of the steps"),
+    "warmup_steps": Together("actor.lr_warmup_steps", "as max_steps; below 1: a share of the steps"),
     "warmup_ratio": Together("actor.lr_warmup_steps", "a share of the steps"),
     "weight_decay": Same("actor.weight_decay", note="norms and biases do not decay, as there"),
     "adam_beta1": Together("actor.betas", "[adam_beta1, adam_beta2]"),
@@ -169,7 +170,7 @@ TRL: Mapping[str, Rule] = {
     "scale_rewards": Together("algorithm.scale_advantages_by_std", "group: true; none: false; batch is refused"),
     "mask_truncated_completions": Same("rollout.truncated", lambda value: "mask" if value else "train"),
     "sync_ref_model": Together("algorithm.ref_update_interval", "with ref_model_sync_steps"),
-    "ref_model_sync_steps": Together("algorithm.ref_update_interval", "with sync_ref_model"),
+    "ref_model_sync_steps": Together("algorithm.ref_update_interval", "as max_steps; with sync_ref_model"),
     "ref_model_mixup_alpha": Together("algorithm.ref_update_interval", "only 1: the reference becomes the policy"),
     "top_entropy_quantile": Refused("every drawn token is trained", (None, 1, 1.0)),
     "entropy_coef": Same("algorithm.entropy_coef"),
@@ -196,11 +197,11 @@ TRL: Mapping[str, Rule] = {
     "load_in_8bit": Refused("quantised weights cannot be trained"),
     "router_aux_loss_coef": Left("only for mixtures of experts, which are refused"),
     "seed": Same("seed"),
-    "save_steps": Same("checkpoint.interval", lambda value: int(value) if value >= 1 else 20),
+    "save_steps": Same("checkpoint.interval", lambda value: int(value) if value >= 1 else 20, "as max_steps"),
     "save_total_limit": Same("checkpoint.keep_last"),
     "save_strategy": Together("checkpoint.interval", "no: 0"),
     "eval_strategy": Together("evaluate", "no: no evaluation"),
-    "eval_steps": Together("evaluate.interval", "with `eval_strategy`"),
+    "eval_steps": Together("evaluate.interval", "as max_steps; with `eval_strategy`"),
     "num_generations_eval": Together("evaluate.n_samples_per_prompt", "with `eval_strategy`"),
     "run_name": Same("name", lambda value: str(value).replace("/", "-")),
     "output_dir": Left("the run's directory: --run-dir"),
@@ -553,9 +554,9 @@ def _read_trl(found: Found) -> Ours:
     ours = _convert(found, TRL, _TRL_LEFT, _TRL_DEFAULTS, "TRL")
     _check_computed(found)
     get = (_TRL_DEFAULTS | {key: value for key, value in found.items() if value is not None}).get
-    _trl_batches(ours, get)
-    _trl_loss(ours, get)
-    _trl_schedule_of_lr(ours, get)
+    per_step = _trl_batches(ours, get)
+    _trl_loss(ours, get, per_step)
+    _trl_schedule_of_lr(ours, get, per_step)
     if get("bf16", True):
         ours.set_value("actor.autocast", "bfloat16", "bf16")
     _trl_rewards(ours, get)
@@ -565,11 +566,14 @@ def _read_trl(found: Found) -> Ours:
     if "data.path" not in ours.values:
         ours.to_fill.append("data.path")
     if str(get("eval_strategy", "no")) != "no":
-        ours.set_value("evaluate.path", ours.values.get("data.path"), "dataset_name")
+        ours.set_value("evaluate.path", ours.values.get("data.path"), f"dataset_name; {_EVALUATOR}")
         ours.set_value("evaluate.split", get("dataset_test_split", "test"), "dataset_test_split")
-        ours.set_value("evaluate.interval", _whole("eval_steps", get("eval_steps") or 10), "eval_steps")
+        interval = _in_steps(_whole("eval_steps", get("eval_steps") or 10), per_step)
+        ours.set_value("evaluate.interval", interval, _origin("eval_steps", per_step))
         if get("num_generations_eval"):
             ours.set_value("evaluate.n_samples_per_prompt", get("num_generations_eval"), "num_generations_eval")
+    if (saves := get("save_steps")) is not None and saves >= 1:
+        ours.set_value("checkpoint.interval", _in_steps(saves, per_step), _origin("save_steps", per_step))
     if str(get("save_strategy", "steps")) == "no":
         ours.set_value("checkpoint.interval", 0, "save_strategy")
     _set_loggers(ours, get("report_to"), "report_to")
@@ -577,7 +581,17 @@ def _read_trl(found: Found) -> Ours:
     return ours
 
 
-def _trl_batches(ours: Ours, get: Callable[..., Any]) -> None:
+def _in_steps(updates: float, per_step: int) -> int:
+    """Return a number of updates, which TRL counts, as one of our steps."""
+    return math.ceil(updates / per_step)
+
+
+def _origin(key: str, per_step: int) -> str:
+    return key if per_step == 1 else f"{key} / {per_step} updates a step"
+
+
+def _trl_batches(ours: Ours, get: Callable[..., Any]) -> int:
+    """Set the sizes of a step; returns how many updates it has."""
     processes = _whole("num_processes", get("num_processes") or 1)  # most files do not say how many there are
     per_device = _whole("per_device_train_batch_size", get("per_device_train_batch_size"))
     accumulated = _whole("gradient_accumulation_steps", get("gradient_accumulation_steps"))
@@ -600,17 +614,18 @@ def _trl_batches(ours: Ours, get: Callable[..., Any]) -> None:
         ours.set_value("actor.num_mini_batches", updates, "steps_per_generation / gradient_accumulation_steps")
     # Ours cuts whole groups; the result does not depend on it.
     ours.set_value("actor.micro_batch_size", max(per_device, group), "per_device_train_batch_size, whole groups")
+    per_step = updates * _whole("num_iterations", get("num_iterations") or 1)
     if _positive(get("max_steps")) > 0:
-        per_step = updates * _whole("num_iterations", get("num_iterations") or 1)
-        ours.set_value("steps", math.ceil(get("max_steps") / per_step), f"max_steps / {per_step} updates a step")
+        ours.set_value("steps", _in_steps(get("max_steps"), per_step), f"max_steps / {per_step} updates a step")
     else:
         ours.to_fill.append("steps")
         unset = "" if get("max_steps") is None else f"max_steps {get('max_steps')} sets none; "
         epochs = f"num_train_epochs {get('num_train_epochs')} x prompts / schedule.rollout_batch_size"
         ours.origins["steps"] = unset + epochs
+    return per_step
 
 
-def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
+def _trl_loss(ours: Ours, get: Callable[..., Any], per_step: int) -> None:
     kind, level = str(get("loss_type")), str(get("importance_sampling_level") or "token")
     normalization = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant", "cispo": "token"}
     if kind not in normalization:
@@ -644,7 +659,8 @@ def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
             raise _refuse(
                 "ref_model_mixup_alpha", get("ref_model_mixup_alpha", 0.6), "1: the reference becomes the policy"
             )
-        ours.set_value("algorithm.ref_update_interval", get("ref_model_sync_steps", 512), "ref_model_sync_steps")
+        interval = _in_steps(_whole("ref_model_sync_steps", get("ref_model_sync_steps", 512)), per_step)
+        ours.set_value("algorithm.ref_update_interval", interval, _origin("ref_model_sync_steps", per_step))
     if get("vllm_importance_sampling_correction") is False:
         ours.set_value("algorithm.off_policy.method", "none", "vllm_importance_sampling_correction")
         return
@@ -666,14 +682,16 @@ def _trl_loss(ours: Ours, get: Callable[..., Any]) -> None:
         raise _refuse("vllm_importance_sampling_mode", mode, "token_truncate, token_mask or sequence_mask")
 
 
-def _trl_schedule_of_lr(ours: Ours, get: Callable[..., Any]) -> None:
+def _trl_schedule_of_lr(ours: Ours, get: Callable[..., Any], per_step: int) -> None:
     kind = str(get("lr_scheduler_type"))
     known = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
     if kind not in known:
         raise _refuse("lr_scheduler_type", kind, "one of " + " ".join(known))
     ours.set_value("actor.lr_schedule", known[kind], "lr_scheduler_type")
     warmup = get("warmup_steps") or get("warmup_ratio") or 0
-    _set_warmup(ours, warmup, "warmup_steps", "warmup_ratio")
+    if warmup >= 1:
+        warmup = _in_steps(warmup, per_step)
+    _set_warmup(ours, warmup, _origin("warmup_steps", per_step), "warmup_ratio")
     if get("adam_beta1") is not None or get("adam_beta2") is not None:
         ours.set_value("actor.betas", [get("adam_beta1", 0.9), get("adam_beta2", 0.999)], "adam_beta1, adam_beta2")
 
@@ -877,13 +895,17 @@ def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
     held_out = _texts("data.val_files", get("data.val_files"))
     interval = get("trainer.test_freq")
     if held_out and interval and interval > 0:
-        ours.set_value("evaluate.path", str(expand_home(held_out[0], "data.val_files")), "data.val_files")
+        ours.set_value(
+            "evaluate.path", str(expand_home(held_out[0], "data.val_files")), f"data.val_files; {_EVALUATOR}"
+        )
         ours.set_value("evaluate.interval", _whole("trainer.test_freq", interval), "trainer.test_freq")
         for one in held_out[1:]:
             ours.leave_out("data.val_files", one, "one file is evaluated")
         for theirs, key in (("temperature", "temperature"), ("n", "n_samples_per_prompt"), ("top_p", "top_p")):
             if get(f"{_ROLLOUT}val_kwargs.{theirs}") is not None:
                 ours.set_value(f"evaluate.{key}", get(f"{_ROLLOUT}val_kwargs.{theirs}"), f"val_kwargs.{theirs}")
+        if (most := get(f"{_ROLLOUT}val_kwargs.top_k")) is not None:
+            ours.set_value("evaluate.top_k", _positive(most), "val_kwargs.top_k")
     path, function = get("custom_reward_function.path"), get("custom_reward_function.name") or "compute_score"
     if path:
         if not isinstance(path, str):

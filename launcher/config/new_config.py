@@ -16,8 +16,12 @@ _REWARD = '''"""The reward of {config}: how right a response is. docs/rewards.md
 
 
 def score(prompt: str, response: str, ground_truth: str) -> float:
-    """Return 1.0 for a right response and 0.0 for a wrong one; anything between counts as partly right."""
-    return float(response.strip().endswith(ground_truth.strip()))
+    """Return 1.0 for a right response and 0.0 for a wrong one; anything between counts as partly right.
+
+    Data without a ground truth have "" here: then say what makes a response good, or none ever is.
+    """
+    wanted = ground_truth.strip()
+    return float(wanted != "" and response.strip().endswith(wanted))
 '''
 
 

@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.process import die_with_parent, ignore_stop_signals
@@ -33,6 +36,10 @@ SHOW_EVERY_S = 60.0
 """Shortest time between tables of samples, each of which costs a logger as much as ten steps (s)."""
 _MOST_ROWS, _LONGEST_TEXT = 16, 4000
 _POLL_S = 2.0
+
+
+_Sample = msgspec.defstruct("_Sample", [("step", int), *((name, Any, None) for name in COLUMNS if name != "step")])
+_decode_sample: Callable[[bytes], Any] = json_decoder(_Sample).decode
 
 
 @dataclass
@@ -74,7 +81,7 @@ class Feed:
         self._save_progress()
         self._steps = LineReader(run_dir / METRICS_FILE)
         self._evaluations = LineReader(run_dir / EVALUATION_FILE)
-        self._samples: dict[Path, LineReader[dict[str, Any]]] = {}
+        self._samples: dict[Path, LineReader[dict[str, Any] | None]] = {}
         self._rows: list[dict[str, Any]] = []
         self._histograms: dict[str, Histogram] = {}
         self._shown_at = -SHOW_EVERY_S
@@ -110,8 +117,9 @@ class Feed:
     def _show_samples(self, now: float) -> None:
         newest, rows = self._progress.logged, self._rows
         for path in (self._run_dir / SAMPLES).glob("rollout-*.jsonl"):
-            for line in self._samples.setdefault(path, LineReader(path)).read():
-                rows.append({name: _cut(line.get(name)) for name in COLUMNS})
+            reader = self._samples.setdefault(path, LineReader(path, self._row_to_show))
+            # Leniently: a process that was killed leaves half a line, and the next one goes on behind it.
+            rows += [row for _, row in reader.read_lines().lines if row is not None]
         ready = [row for row in rows if self._progress.shown < row["step"] <= newest]
         ready.sort(key=lambda row: (row["step"], row["group"]))
         drawn, self._histograms = self._histograms, {}
@@ -120,6 +128,13 @@ class Feed:
         self._progress.shown = newest
         self._save_progress()
         self._logger.show(newest, ready[-_MOST_ROWS:], drawn)
+
+    def _row_to_show(self, line: bytes) -> dict[str, Any] | None:
+        """Return what is shown of a sample; None: nothing more. All samples of a long run are gigabytes."""
+        sample = _decode_sample(line)
+        if sample.step <= self._progress.shown:
+            return None
+        return {name: _cut(getattr(sample, name)) for name in COLUMNS}
 
     def _save_progress(self) -> None:
         replace_text(self._path, json.dumps(asdict(self._progress)))

@@ -219,7 +219,7 @@ def final_lines(
 
     Args:
         code, message: the supervisor's `Finish`.
-        step: the newest finished step; 0 if this start finished none.
+        step: the newest finished step, perhaps of an earlier start; 0: none.
         last_step: 0: the command trains nothing, so there is nothing to resume.
         resumable: whether there is a checkpoint.
         evaluation: of the newest version that this start evaluated.
@@ -281,6 +281,7 @@ class Screen:
         num_warnings, warning: so far, and the newest.
         note: what the user should know now; "": nothing.
         pause: see `pause_text`.
+        first_step: the step that a resumed run continues from.
     """
 
     gangs: Sequence[GangSpec]
@@ -297,6 +298,7 @@ class Screen:
     warning: str = ""
     note: str = ""
     pause: str = ""
+    first_step: int = 0
 
     def with_step(self, metrics: Metrics) -> "Screen":
         reward, took_s = metrics.get("reward_mean"), metrics.get("step_time_s")
@@ -309,7 +311,7 @@ class Screen:
 
     @property
     def step(self) -> int:
-        return 0 if self.metrics is None else int(self.metrics["step"])
+        return self.first_step if self.metrics is None else int(self.metrics["step"])
 
 
 _SPARKS = 24
@@ -440,6 +442,7 @@ class Progress:
 
     Args:
         last_step: number of the run's last step.
+        first_step: the step that a resumed run continues from.
         started_at: when the command started (unix time, s).
         console: None: the terminal.
         clock: unix time (s) that advances evenly even if the wall clock is set.
@@ -451,11 +454,12 @@ class Progress:
         *,
         last_step: int,
         started_at: float,
+        first_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
         output: Output = Output.LINES,
     ) -> None:
-        self._screen = Screen(gangs, last_step)
+        self._screen = Screen(gangs, last_step, first_step=first_step)
         self._started_at = started_at
         self._clock = clock
         self._console = console or Console(highlight=False)
@@ -486,7 +490,7 @@ class Progress:
 
     @property
     def last_finished_step(self) -> int:
-        """The newest finished step of this start; 0 before the first."""
+        """The newest finished step; before the first one of this start, the one that the run continues from."""
         return self._screen.step
 
     @property

@@ -1,13 +1,17 @@
 """A run for people to look at: curves and samples, as a picture and as text. The page is `launcher.view`."""
 
+import contextlib
 import heapq
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
@@ -44,6 +48,31 @@ def read_curves(run_dir: Path) -> Curves:
     return curves
 
 
+@dataclass
+class TimeSpent:
+    """How long a run took over all of its starts (s); each counts `time_s` of its steps anew."""
+
+    total: float = 0.0
+    last: float = 0.0
+    lineage: float | None = None
+
+    def add_step(self, figures: Mapping[str, float | None]) -> None:
+        """Count a step by its `time_s`, `step_time_s` and `lineage`."""
+        if (ended := figures.get("time_s")) is None:
+            return
+        # The trainer of a later lineage began after the earlier one's last step, or by another start's clock.
+        same = figures.get("lineage") == self.lineage
+        began = ended if same else ended - (figures.get("step_time_s") or 0.0)
+        self.total += ended - self.last if began >= self.last else ended
+        self.last, self.lineage = ended, figures.get("lineage")
+
+
+def number_text(value: float, digits: int) -> str:
+    """Return a number to so many digits, and a large one without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
 def plot(
     run_dirs: Sequence[Path],
     metrics: Sequence[str],
@@ -56,8 +85,8 @@ def plot(
 
     Args:
         steps: the first and the last one; None: all.
-        group: a setting, such as `actor.lr`: runs with the same value are one curve, the mean, with a band of one
-            standard deviation on both sides; None: each run has its own.
+        group: a setting, such as `actor.lr`: runs with the same value are one curve, the mean over the steps that all
+            of them have, with a band of one standard deviation on both sides; None: each run has its own.
 
     Raises:
         ConfigError: matplotlib is not installed, a run has no such figure, setting or steps, or the file cannot be
@@ -94,6 +123,8 @@ def plot(
             curves = [curve for run_dir in members if (curve := runs[run_dir].get(metric))]
             if curves:
                 at, means, low, high = mean_curve(curves)
+                if not at:
+                    raise ConfigError(f"--group: {label} have no step of {metric} in common; leave one of them out")
                 (line,) = axes.plot(at, means, label=label)
                 axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.grid(alpha=0.3)
@@ -107,9 +138,12 @@ def plot(
 
 
 def mean_curve(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return (steps, means, and these minus and plus one standard deviation) over the curves that have each step."""
-    steps = sorted(set().union(*curves))
-    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    """Return (steps, means, and these minus and plus one standard deviation) of the steps that all curves have.
+
+    With others the mean would jump where one of them ends.
+    """
+    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    values = [[curve[step] for curve in curves] for step in steps]
     means, spreads = list(map(fmean, values)), [stdev(ys) if len(ys) > 1 else 0.0 for ys in values]
     low, high = ([y + sign * s for y, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
     return steps, means, low, high
@@ -133,7 +167,7 @@ def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]
 # `asyncflow samples`: what the policy said in a step, as text for a person.
 
 _RULE = "=" * 80
-_NEWEST_BYTES = 64 * 1024
+_NEWEST_BYTES = 2**20
 _json_object = json_decoder(dict[str, Any]).decode
 
 
@@ -158,43 +192,52 @@ def samples_text(
     Raises:
         ConfigError: the run has no such samples.
     """
-    lines = list(_lines(run_dir))
+    lines = list(_kept_lines(run_dir))
     if not lines:
         raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has no samples; see rollout.samples_per_step")
-    there = sorted({line["step"] for line in lines})
+    there = sorted({line.step for line in lines})
     if steps is None:
         steps = (there[0], there[-1]) if search or group is not None else (there[-1], there[-1])
     first, last = steps
     where = f"step {first}" if first == last else f"steps {first} to {last}"
-    lines = [line for line in lines if first <= line["step"] <= last]
+    lines = [line for line in lines if first <= line.step <= last]
     if not lines:
         named = str(first) if first == last else f"{first}-{last}"
         raise ConfigError(f"--step: {named} has no samples; there are steps {there[0]} to {there[-1]}")
-    chosen = [line for line in lines if group in (None, line["group"]) and has_text(line, search)]
+    chosen = [line for line in lines if group in (None, line.group) and (not search or has_text(line.read(), search))]
     if not chosen:
         what = f"--group: {group}" if group is not None else f"--search: {search!r}"
         raise ConfigError(
             f"{what} is in none of the {len(lines)} rollouts kept of {where}; see rollout.samples_per_step"
         )
     if worst or best:
-        scored = [line for line in chosen if line["reward"] is not None]
-        low = heapq.nsmallest(worst, scored, key=lambda line: line["reward"])
-        high = heapq.nlargest(best, scored, key=lambda line: line["reward"])
+        scored = [line for line in chosen if line.reward is not None]
+        low = heapq.nsmallest(worst, scored, key=lambda line: line.reward or 0.0)
+        high = heapq.nlargest(best, scored, key=lambda line: line.reward or 0.0)
         shown = low + [line for line in reversed(high) if line not in low]
     else:
         shown = chosen[:number]
-    return plain("\n".join([*map(_text, shown), _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
+    texts = [_text(line.read()) for line in shown]
+    return plain("\n".join([*texts, _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
 
 
 def has_text(line: Mapping[str, Any], search: str) -> bool:
     """Return whether a rollout's prompt, response, ground truth or conversations have a text, in any case."""
     wanted = search.casefold()
-    texts = (line.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
-    return not search or any(
-        wanted in (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).casefold()
-        for text in texts
-        if text
-    )
+    parts = (line.get(name) for name in ("prompt", "response", "ground_truth", "conversations"))
+    return not search or any(wanted in text.casefold() for part in parts for text in _texts(part))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON, without keys and roles."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(each) if name != "role" else ()
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def newest_sample(run_dir: Path) -> dict[str, Any] | None:
@@ -209,9 +252,44 @@ def newest_sample(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
+class _Choice(msgspec.Struct):
+    """What rollouts are chosen by."""
+
+    step: int
+    group: int = -1
+    reward: float | None = None
+
+
+class _KeptLine(NamedTuple):
+    """Where a rollout stands: those of a long run are gigabytes."""
+
+    step: int
+    group: int
+    reward: float | None
+    path: Path
+    place: int  # bytes
+
+    def read(self) -> dict[str, Any]:
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            return dict(_json_object(file.readline()))
+
+
+_decode_choice = json_decoder(_Choice).decode
+
+
+def _kept_lines(run_dir: Path) -> Iterator[_KeptLine]:
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
-        yield from (line for _, line in LineReader(path).read_lines().lines)
+        place = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    with contextlib.suppress(*UNREADABLE, msgspec.ValidationError):  # a crash may have torn it
+                        one = _decode_choice(line)
+                        yield _KeptLine(one.step, one.group, one.reward, path, place)
+                    place += len(line)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
 
 
 def reward_text(line: Mapping[str, Any]) -> str:
@@ -225,12 +303,13 @@ def reward_text(line: Mapping[str, Any]) -> str:
 def _text(line: dict[str, Any]) -> str:
     """Return a rollout: its conversations and their tokens, with those that are trained in guillemets."""
     reward = reward_text(line)
-    versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
-    cut = ", truncated" if line["truncated"] else ""
-    tokens = f"{line['response_tokens']} tokens ({versions}){cut}"
-    head = f"{_RULE}\nstep {line['step']}, group {line['group']}, row {line['index']}: {reward}, {tokens}"
+    # Lines of other versions may lack some of it.
+    versions = ", ".join(f"{count} by version {version}" for version, count in line.get("versions") or ())
+    cut = ", truncated" if line.get("truncated") else ""
+    tokens = f"{line.get('response_tokens', '?')} tokens{f' ({versions})' if versions else ''}{cut}"
+    head = f"{_RULE}\nstep {line['step']}, group {line.get('group')}, row {line.get('index')}: {reward}, {tokens}"
     conversations = line.get("conversations") or [
-        [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
+        [{"role": "user", "content": line.get("prompt")}, {"role": "assistant", "content": line.get("response")}]
     ]
     if line.get("metrics"):
         head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())

@@ -30,7 +30,7 @@ from asyncflow.job import (
     own_name,
 )
 from asyncflow.json_lines import VersionTail
-from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE, checkpoint_step
 from launcher.checks.environments import check_hosts
 from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
@@ -147,7 +147,14 @@ def run_job(
             clock = HostClock.from_wall_clock()
             # First, so that a user sees what goes on while torch is imported.
             progress = stack.enter_context(
-                Progress(gangs, last_step=config.steps, started_at=started_at, clock=clock.now, output=output)
+                Progress(
+                    gangs,
+                    last_step=config.steps,
+                    first_step=checkpoint_step(Path(resume_from)) or 0,
+                    started_at=started_at,
+                    clock=clock.now,
+                    output=output,
+                )
             )
             progress.show_note(f"starting {sum(gang.num_ranks for gang in gangs)} processes: importing torch")
             log_file = launcher_log(run_dir)

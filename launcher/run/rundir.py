@@ -177,7 +177,9 @@ def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Return the planner's choice; {} if there is no plan, or a damaged one."""
+    """Return the planner's choice; {} if there is no plan, a damaged one, or a link out of the run's directory."""
+    if not is_inside(path / PLAN_FILE, path):
+        return {}
     try:
         return dict(json.loads((path / PLAN_FILE).read_text()))
     except (OSError, ValueError, TypeError):

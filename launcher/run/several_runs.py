@@ -19,13 +19,14 @@ from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
 from launcher.config.load_config import flatten, read_yaml
 from launcher.process.progress import plain, table
 from launcher.process.run_events import DONE, RESUMABLE
-from launcher.report.report import read_curves
+from launcher.report.report import Curves, TimeSpent, number_text, read_curves
 from launcher.run.rundir import RUNS, check_run_dir, newest_run
 from launcher.run.status import RunEnd, is_live, live_state
+from workers.settings.dataflow import OBSERVERS
 
 LAST_STEPS = 10
 """A final figure is the mean over so many steps."""
-FIGURES = ("reward_mean", "accuracy", "evaluation/accuracy", "kl", "entropy", "response_tokens_mean",
+FIGURES = ("reward_mean", "cross_entropy", "accuracy", "evaluation/accuracy", "kl", "entropy", "response_tokens_mean",
            "truncated_fraction", "staleness_mean", "train_tokens_per_s", "step_time_s")  # fmt: skip
 _POLL_S = 0.2
 
@@ -36,7 +37,7 @@ class RunLine:
 
     Attributes:
         state: running, paused, done, stopped (resumable), failed or killed.
-        step, steps: the last finished step, and the run's last.
+        step, steps: the last finished step, and the run's last; see `last_step`.
         reward: mean reward of the last steps; None: no step is finished.
         changed_at: when the run last finished a step, or began (unix time, s).
     """
@@ -54,8 +55,8 @@ class RunLine:
         metrics = _lines_of(run_dir / METRICS_FILE)
         rewards = [line["reward_mean"] for line in metrics[-LAST_STEPS:] if _is_number(line.get("reward_mean"))]
         try:
-            steps = int(read_yaml(run_dir / CONFIG_FILE).values.get("steps", 0))
-        except (ConfigError, TypeError, ValueError):
+            steps = last_step(read_yaml(run_dir / CONFIG_FILE).values)
+        except ConfigError:
             steps = 0
         changed = [path.stat().st_mtime for name in (METRICS_FILE, CONFIG_FILE) if (path := run_dir / name).is_file()]
         return RunLine(
@@ -70,6 +71,13 @@ class RunLine:
     def as_dict(self) -> dict[str, Any]:
         return {"run_dir": str(self.path), "state": self.state, "step": self.step, "steps": self.steps,
                 "reward": self.reward, "changed_at": self.changed_at}  # fmt: skip
+
+
+def last_step(settings: Mapping[str, Any]) -> int:
+    """Return a run's last step; 0: it is not known, or there are none, since `asyncflow evaluate` trains nothing."""
+    steps, roles = settings.get("steps"), settings.get("roles")
+    trains = not isinstance(roles, Mapping) or any(role not in OBSERVERS for role in roles)
+    return steps if isinstance(steps, int) and (trains or not roles) else 0
 
 
 def _is_number(value: Any) -> bool:
@@ -104,7 +112,8 @@ def list_text(runs: Sequence[RunLine]) -> str:
     for run in runs:
         reward = "-" if run.reward is None else f"{run.reward:.3f}"
         changed = datetime.fromtimestamp(run.changed_at).strftime("%d %b %H:%M")
-        rows.append((plain(run.path.name), run.state, f"{run.step}/{run.steps or '?'}", reward, changed))
+        step = f"{run.step}/{run.steps or '?'}" if run.step or run.steps else "-"
+        rows.append((plain(run.path.name), run.state, step, reward, changed))
     return table(rows)
 
 
@@ -129,9 +138,16 @@ def diff_text(runs: Sequence[Path], *, width: int = 80) -> str:
         if any(cell != "-" for cell in cells):
             figures.append((name, *cells))
     figures.append(("steps finished", *(str(int(max(one["step"]))) for one in curves)))
-    times = [one["time_s"].get(last) for one in curves]
-    figures.append(("minutes to that step", *("-" if at is None else f"{at / 60:.1f}" for at in times)))
+    figures.append(("minutes to that step", *(_minutes(one, last) for one in curves)))
     return plain(f"{text}\n\n{_table_or_blocks(figures, width)}\nMean over these steps, and their standard deviation.")
+
+
+def _minutes(curves: Curves, last: int) -> str:
+    spent = TimeSpent()
+    for step in curves["step"]:
+        if step <= last:
+            spent.add_step({name: curve.get(step) for name, curve in curves.items()})
+    return f"{spent.total / 60:.1f}" if spent.total else "-"
 
 
 def _table_or_blocks(rows: Sequence[tuple[str, ...]], width: int) -> str:
@@ -184,8 +200,8 @@ def _short(value: Any) -> str:
 def _cell(values: Sequence[float]) -> str:
     if not values:
         return "-"
-    spread = f" +- {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4g}{spread}"
+    spread = f" +- {number_text(statistics.stdev(values), 2)}" if len(values) > 1 else ""
+    return f"{number_text(statistics.fmean(values), 4)}{spread}"
 
 
 # Log lines
@@ -215,6 +231,11 @@ class LogFile:
             return []
         *lines, self.partial = (self.partial + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
+
+    def read_rest(self) -> list[str]:
+        """Return what follows the last complete line: the last words of a killed process, or a progress bar."""
+        rest, self.partial = self.partial, b""
+        return [rest.decode(errors="replace")] if rest else []
 
 
 def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
@@ -285,7 +306,7 @@ def log_lines(
     """
     width = _width_of(logs)
     for log in logs:
-        lines = log.read_lines()
+        lines = log.read_lines() + (log.read_rest() if follow is None else [])
         yield from (_labelled(log, line, width) for line in lines[max(0, len(lines) - number) :])
     while follow is not None:
         goes_on = follow()
@@ -295,6 +316,7 @@ def log_lines(
         new = [_labelled(log, line, width) for log in logs for line in log.read_lines()]
         yield from new
         if not goes_on:
+            yield from (_labelled(log, line, width) for log in logs for line in log.read_rest())
             return
         if not new:
             time.sleep(_POLL_S)

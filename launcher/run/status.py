@@ -315,7 +315,10 @@ def is_live(run_dir: Path) -> bool:
     if running_launcher(run_dir) is not None:
         return True
     # Another host's process id cannot be checked, so its newest snapshot decides.
-    return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
+    try:
+        return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def live_state(run_dir: Path) -> str:

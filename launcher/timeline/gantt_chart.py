@@ -215,7 +215,7 @@ def _account_table(account: Mapping[str, Mapping[str, float]]) -> str:
     rows = []
     for role, shares in account.items():
         cells = "".join(f"<td>{100 * shares[category]:.1f} %</td>" for category in CATEGORIES)
-        rows.append(f"<tr><th>{role}</th>{cells}</tr>")
+        rows.append(f"<tr><th>{html.escape(role)}</th>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import REPORT_FILE
-from launcher.process.progress import accuracy_text
+from launcher.process.progress import accuracy_text, plain
 from launcher.report.report import read_curves
 from launcher.run.rundir import write_inside
 from launcher.run.several_runs import LAST_STEPS
@@ -22,8 +22,9 @@ from launcher.view.run_reader import RunReader
 
 _PAGE = Path(__file__).parent / "page"
 _FIGURES = {
-    "reward_mean": "reward", "accuracy": "accuracy", "kl": "KL (nats)", "entropy": "entropy (nats)",
-    "response_tokens_mean": "response length (tokens)", "train_tokens_per_s": "tokens/s", "step_time_s": "step (s)",
+    "reward_mean": "reward", "cross_entropy": "cross entropy (nats)", "accuracy": "accuracy", "kl": "KL (nats)",
+    "entropy": "entropy (nats)", "response_tokens_mean": "response length (tokens)", "train_tokens_per_s": "tokens/s",
+    "step_time_s": "step (s)",
 }  # fmt: skip
 _MOST_SAMPLES, _SAMPLES_BYTES = 60, 2**20
 _TIMELINE_S = 10.0  # the last ones: a file that is sent around should stay small
@@ -48,7 +49,7 @@ def write_report(run_dir: Path) -> Path:
         ConfigError: the run has no finished step, or a file cannot be read or written.
     """
     read_curves(run_dir)  # refuses a run without a finished step, and a damaged file
-    run = RunReader(run_dir, run_dir.name)
+    run = RunReader(run_dir, plain(run_dir.name))
     state = run.state()
     environment = Environment(loader=PackageLoader("launcher.view", "page"), autoescape=True)
     try:
@@ -62,7 +63,7 @@ def write_report(run_dir: Path) -> Path:
         }
         figures = run.final_figures(_FIGURES, LAST_STEPS)
         text = environment.get_template("report.html.jinja").render(
-            title=run_dir.name,
+            title=run.name,
             steps=state["step"],
             summary=_summary(run, state, figures),
             figures=figures,
@@ -94,7 +95,7 @@ def _summary(run: RunReader, state: dict[str, Any], figures: list[tuple[str, str
     said = (
         "none is saved; see checkpoint.interval" if model is None else f"{model} (AutoModelForCausalLM.from_pretrained)"
     )
-    return [*rows, ("model", said)]
+    return [(label, plain(text)) for label, text in (*rows, ("model", said))]
 
 
 def _samples(run: RunReader) -> dict[str, Any]:

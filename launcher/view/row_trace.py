@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from asyncflow.decoding import UNREADABLE, json_decoder
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
 from launcher.report.report import reward_text
@@ -254,7 +254,7 @@ class RowTrace:
 
     Attributes:
         samples: of each time that it was drawn; a resumed run draws some again. Each has its instance as `worker`.
-        leases: in order of time.
+        leases: in order of time; a resumed run counts its time anew, in a later lineage.
         computed: the trainer's log-probabilities, of each time that it was trained.
         trained, replaced: the lines of the ledger.
     """
@@ -268,11 +268,15 @@ class RowTrace:
 
     @staticmethod
     def read(run_dir: Path, row: int) -> "RowTrace":
-        """Raises ConfigError: no run, or the run wrote nothing about the row."""
+        """Raises ConfigError: no run, or the run wrote nothing about the row; AsyncFlowError: its index cannot be used,
+        e.g. since the disk is full."""
         check_runs([run_dir])
-        with RowIndex(run_dir) as index:
-            index.update()
-            return RowTrace.from_lines(run_dir, row, index.find_lines(row))
+        try:
+            with RowIndex(run_dir) as index:
+                index.update()
+                return RowTrace.from_lines(run_dir, row, index.find_lines(row))
+        except sqlite3.Error as error:
+            raise AsyncFlowError(f"{run_dir / TRACE / INDEX_FILE}: {error}; make room, or try again later") from error
 
     @staticmethod
     def from_lines(run_dir: Path, row: int, lines: Sequence[tuple[str, Fields]]) -> "RowTrace":
@@ -287,7 +291,7 @@ class RowTrace:
         return RowTrace(
             row,
             [{**line, "worker": stem} for folder, stem, line in folders if folder == SAMPLES],
-            sorted((line for stem, line in traces if stem.startswith("leases-")), key=lambda line: line["time_s"]),
+            sorted((line for stem, line in traces if stem.startswith("leases-")), key=_when),
             [line for stem, line in traces if stem.startswith("trained-")],
             [line for line in ledger if "replaced_by" not in line],
             [line for line in ledger if "replaced_by" in line],
@@ -297,14 +301,14 @@ class RowTrace:
         return {name: value if name == "row" else list(value) for name, value in vars(self).items()}
 
     def gaps(self) -> list[float | None]:
-        """Return `log_prob_gaps` of the sample that was trained; []: it is not known."""
-        if not self.trained or not self.samples or not self.computed:
+        """Return `log_prob_gaps` of the sample that was trained; []: it is not known, e.g. since there are several."""
+        if not self.trained or len(self.samples) != 1 or not self.computed:
             return []
         last = self.trained[-1]
         mine = [line for line in self.computed if (line["lineage"], line["step"]) == (last["lineage"], last["step"])]
         if not mine:
             return []
-        return log_prob_gaps(self.samples[-1].get("log_probs") or (), mine[-1]["log_probs"])
+        return log_prob_gaps(self.samples[0].get("log_probs") or (), mine[-1]["log_probs"])
 
     def as_text(self) -> str:
         """Return lines of at most 80 columns, but for texts of the row."""
@@ -326,6 +330,8 @@ class RowTrace:
             )
         for sample in self.samples:
             lines += _sample_lines(sample)
+        if len(self.samples) > 1:
+            lines.append("  it was drawn more than once, and which one was trained is not known")
         lines += self._gap_lines()
         if self.leases:
             lines.append("  leases")
@@ -340,7 +346,7 @@ class RowTrace:
             return []
         worst = max(gaps, key=lambda place: abs(gaps[place]))
         mean = sum(map(abs, gaps.values())) / len(gaps)
-        tokens = self.samples[-1].get("tokens") or ()
+        tokens = self.samples[0].get("tokens") or ()
         said = f" ({plain(tokens[worst])!r:.40})" if worst < len(tokens) else ""
         return [
             f"  log-probabilities, engine minus trainer, of {len(gaps)} tokens: mean |gap| {mean:.4f},",
@@ -358,7 +364,8 @@ def _sample_lines(sample: Fields) -> list[str]:
     reward = reward_text(sample)
     cut = ", truncated" if sample.get("truncated") else ""
     lines = [
-        f"  drawn by {sample['worker']} for step {sample['step']}: {sample['response_tokens']} tokens, {reward}{cut}"
+        f"  drawn by {sample['worker']} for step {sample['step']}: {sample.get('response_tokens', '?')} tokens, "
+        f"{reward}{cut}"
     ]
     begin = 0
     for version, count in sample.get("versions") or ():
@@ -370,11 +377,19 @@ def _sample_lines(sample: Fields) -> list[str]:
     return lines
 
 
+def _when(line: Fields) -> tuple[int, float]:
+    return line.get("lineage", 0), line["time_s"]  # earlier versions wrote no lineage
+
+
 def _lease_lines(leases: Sequence[Fields]) -> list[str]:
     lines = []
     tokens: dict[str, int] = {}
+    lineage = _when(leases[0])[0]
     for lease in leases:
         task, token = lease["task"], lease["token"]
+        if _when(lease)[0] != lineage:
+            lineage, tokens = _when(lease)[0], {}
+            lines.append(f"    lineage {lineage}: the run was resumed, or went back")
         if "ended" in lease:
             what = f"{lease['ended']} by its consumer"
         else:

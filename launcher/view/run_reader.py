@@ -13,10 +13,10 @@ looked at most when something is wrong with it. One thread at a time asks for `s
 `trace`, and one for everything else.
 """
 
+import codecs
 import contextlib
 import math
 import os
-import sqlite3
 import statistics
 import time
 from array import array
@@ -47,9 +47,9 @@ from asyncflow.run_files import (
 from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
-from launcher.report.report import has_text
+from launcher.report.report import TimeSpent, has_text, number_text
 from launcher.run.rundir import is_inside, read_plan
-from launcher.run.several_runs import LogFile, end_state
+from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
 from launcher.view.row_trace import RowTrace, log_prob_gaps
@@ -95,6 +95,7 @@ class Curves:
         self._steps: array[int] = array("q")
         self.problems = []
         self.last = {}
+        self.time_spent = TimeSpent()
 
     def read(self) -> None:
         """Take in the steps that finished since the last call."""
@@ -121,11 +122,13 @@ class Curves:
 
     def _append(self, step: int, line: Fields) -> None:
         self._steps.append(step)
-        values = {name: value for name, value in figures(line).items() if name not in _NOT_CURVES}
+        every = figures(line)
+        values = {name: value for name, value in every.items() if name not in _NOT_CURVES}
         for name in sorted(values.keys() - self._columns.keys()):
             self._columns[name] = array("d", [math.nan] * (len(self._steps) - 1))
         for name, column in self._columns.items():
             column.append(values.get(name, math.nan))
+        self.time_spent.add_step(every)
         self.last = line
 
     @property
@@ -356,7 +359,8 @@ class RunReader:
         self._evaluations: dict[int, Fields] = {}
         self._evaluation_generation = 0
         self._samples = SampleIndex(run_dir)
-        self._settings: Mapping[str, Any] | None = None
+        self._settings: Mapping[str, Any] = {}
+        self._settings_of: tuple[int, int, int] | None = None
         self._account: Fields = {}
         self._account_due = 0.0
 
@@ -370,15 +374,14 @@ class RunReader:
         except AsyncFlowError as error:
             problems.append(str(error))
         state, end = self._state_and_end()
-        steps = self.settings().get("steps")
         same = (have.generation, have.evaluations) == (self._curves.generation, len(self._evaluations))
         return {
             "name": self.name,
             "path": str(self.run_dir),
             "state": state,
-            "steps": steps if isinstance(steps, int) else None,
+            "steps": last_step(self.settings()) or None,
             "step": self._curves.last.get("step", 0),
-            "time_s": self._curves.last.get("time_s"),
+            "time_s": self._curves.time_spent.total or None,
             "curves": self._curves.news(have),
             "newest": _finite(self._curves.newest()),
             HISTOGRAMS: self._curves.last.get(HISTOGRAMS, {}),
@@ -400,12 +403,14 @@ class RunReader:
                 self._evaluations[line["step"]] = line
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration; {} if there is none yet, or it cannot be read."""
+        """Return the configuration, which a resumed run writes anew; {} if there is none yet, or it cannot be read."""
         path = self.run_dir / CONFIG_FILE
-        if not self._settings and is_inside(path, self.run_dir):
-            with contextlib.suppress(ConfigError, TypeError, ValueError):  # also while it is being written
-                self._settings = dict(read_yaml(path).values)
-        return self._settings or {}
+        with contextlib.suppress(ConfigError, OSError, TypeError, ValueError):  # also while it is being written
+            facts = path.stat()
+            now = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            if now != self._settings_of and is_inside(path, self.run_dir):
+                self._settings, self._settings_of = dict(read_yaml(path).values), now
+        return self._settings
 
     def settings_text(self) -> str:
         """Return `config.yaml` as it is, or why it is not shown."""
@@ -419,9 +424,12 @@ class RunReader:
 
     def _live(self) -> Fields | None:
         try:
-            status = RunStatus.read(self.run_dir)
+            return self._fields_of(RunStatus.read(self.run_dir))
         except (AsyncFlowError, OSError, ValueError, KeyError, TypeError):
-            return None
+            return None  # it is starting, or of another version
+
+    @staticmethod
+    def _fields_of(status: RunStatus) -> Fields:
         roles = role_rows(status.gangs, status.ranks, time.time())
         return {
             "at": status.at,
@@ -435,7 +443,7 @@ class RunReader:
                     "detail": one.detail,
                     "step": one.step,
                     "version": one.version if one.version >= 0 else None,
-                    "idle_s": one.idle_s,
+                    "idle_s": one.idle_s + max(0.0, status.at - one.time),  # a rank that hangs reports nothing
                     "restarts": status.restarts.gangs.get(gang, 0),
                     "rollouts": dict(one.rollouts),
                 }
@@ -502,13 +510,13 @@ class RunReader:
                 data = file.read(_LOG_BYTES)
         except OSError as error:
             return {"text": f"cannot be read: {error.strerror}", "position": 0, "follows": False}
-        whole = data[: data.rfind(b"\n") + 1]
+        position = start + len(data)
         if start and not follows:
-            whole_start = whole.find(b"\n") + 1
-            return {
-                "text": whole[whole_start:].decode(errors="replace"), "position": start + len(whole), "follows": False,
-            }  # fmt: skip
-        return {"text": whole.decode(errors="replace"), "position": start + len(whole), "follows": follows}
+            data = data[data.find(b"\n") + 1 :]  # the first line may be half a line
+        # The last line may have no end: the last words of a process that was killed, or a progress bar.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = decoder.decode(data)
+        return {"text": text, "position": position - len(decoder.getstate()[0]), "follows": follows}
 
     def account(self) -> Fields:
         """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none.
@@ -560,7 +568,7 @@ class RunReader:
         """Return {text}: where a row was, see `RowTrace`, or {why}: there is nothing."""
         try:
             return {"text": RowTrace.read(self.run_dir, row).as_text()}
-        except (AsyncFlowError, OSError, sqlite3.Error) as error:
+        except (AsyncFlowError, OSError) as error:
             return {"why": str(error)}
 
     def _read_account(self) -> Fields:
@@ -587,9 +595,10 @@ class RunReader:
             values = self._curves.last_values(name, number)
             if len(values) > 1:
                 half = _STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-                rows.append((label, f"{statistics.fmean(values):.4g} ± {half:.2g} (last {len(values)} steps)"))
+                mean = number_text(statistics.fmean(values), 4)
+                rows.append((label, f"{mean} ± {number_text(half, 2)} (last {len(values)} steps)"))
             elif values:
-                rows.append((label, f"{values[0]:.4g} (one step)"))
+                rows.append((label, f"{number_text(values[0], 4)} (one step)"))
         return rows
 
     def newest_evaluation(self) -> Fields | None:

@@ -88,7 +88,7 @@ class ViewServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse what lacks the token, and pages of other sites that got this address under their own name."""
-        given = request.path.split("/")[1]
+        given = request.path.removeprefix("/").partition("/")[0]
         knows = secrets.compare_digest(given.encode(errors="surrogatepass"), self.token.encode())
         host = re.sub(r":\d+$", "", request.headers.get("Host", ""))
         try:

@@ -21,6 +21,7 @@ from asyncflow.clock import HostClock
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
 from asyncflow.run_files import JOB_FILE
 from launcher.run.status import RunEnd, RunStatus
+from launcher.run.supervisor import RestartLog
 from launcher.view.report_page import write_report
 from launcher.view.run_reader import MOST_POINTS
 from tests.support.logged_runs import add_steps, append, make_run
@@ -229,6 +230,8 @@ def test_a_live_run_grows_without_a_reload_until_it_ends(
         expect(page.get_by_role("link", name="Does it learn?")).to_be_visible()
         expect(now).to_be_visible()
         assert curve_is_drawn(page, "Reward") and drawn_steps(page, "Reward") == [1, 4]
+        ticks = "page.panels.find((one) => one.spec.title === 'Reward').plot.axes[0]._splits"
+        assert page.evaluate(ticks) == [1, 2, 3, 4], "there is no step 1.5"
         add_steps(run_dir, 5, 9)
         expect(header).to_contain_text("step 9")
         assert drawn_steps(page, "Reward") == [1, 9]
@@ -327,6 +330,42 @@ def test_several_figures_of_several_runs_are_all_named_below_their_panel(
         assert said.evaluate("node => node.scrollWidth <= node.clientWidth")
         marks = said.locator("i").evaluate_all("marks => marks.map((mark) => mark.className)")
         assert marks == ["", "dash1", "dash2"] * 4
+
+
+def test_a_panel_has_every_held_out_set_and_says_nothing_of_a_run_beyond_its_end(
+    tmp_path: Path, run_dir: Path, page: Any
+) -> None:
+    other = make_run(tmp_path / "other", "[]")
+    add_steps(run_dir, 1, 4, reward=0.25)
+    add_steps(other, 1, 8, reward=0.75)
+    shares = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
+    sets = {f"{name}/{key}": value for name in ("sums", "words") for key, value in shares.items()}
+    append(other / "evaluation.jsonl", {"step": 4, "lineage": 0, **shares, **sets})
+    with served(run_dir, other) as address:
+        page.goto(address)
+        expect(panel(page, "Held-out accuracy").locator(".hover")).to_have_text(
+            "newestother sums/accuracy 0.5other words/accuracy 0.5"
+        )
+        reward = panel(page, "Reward")
+        expect(reward.locator(".hover")).to_have_text("newestfirst 0.25other 0.75")
+        box = reward.locator(".u-over").bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 20)
+        expect(reward.locator(".hover")).to_have_text("step 8other 0.75")
+
+
+def test_what_is_selected_of_a_live_run_stays_selected(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts = RestartLog(last_error="actor rank 0 failed: out of memory", last_error_at=1.0)
+    monkeypatch.setattr(RunStatus, "read", lambda path: RunStatus(path, 0.0, (), {}, restarts=restarts))
+    with launched(run_dir), served(run_dir) as address:
+        page.goto(address)
+        error = page.locator(".problem")
+        expect(error).to_contain_text("out of memory")
+        error.evaluate("node => getSelection().selectAllChildren(node)")
+        add_steps(run_dir, 1, 2)
+        expect(page.locator("header")).to_contain_text("step 2")
+        assert "out of memory" in page.evaluate("getSelection().toString()")
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.json_lines import LineReader
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, Release
 from workers.records.samples import MOST_TOKENS, KeptGroups, LeaseLog, SampleLog, TrainedLog, rounded
@@ -29,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_leases_of_kept_rows_are_written_and_no_others(run_dir: Path) -> None:
-    log = LeaseLog(run_dir, "controller-0", kept=KEPT, now=lambda: 1.5)
+    log = LeaseLog(run_dir, "controller-0", kept=KEPT, now=lambda: 1.5, lineage=2)
     rows, groups = [10, 11, 12, 13], [9, 9, 2, 8]
     log.note_lease(LeaseGrant("actor", 7, 2, rows, groups, ["storage-0"] * 4), "actor/0")
     log.note_lease(LeaseGrant("actor", 8, 2, [14], [2], ["storage-0"]), "actor/0")
@@ -37,7 +38,7 @@ def test_leases_of_kept_rows_are_written_and_no_others(run_dir: Path) -> None:
     log.note_release(Release("actor", 7, [10], filtered=True))
     log.note_release(Release("actor", 8, [14]))
     log.close()
-    common = {"task": "actor", "token": 7, "time_s": 1.5}
+    common = {"task": "actor", "token": 7, "lineage": 2, "time_s": 1.5}
     assert lines(run_dir / "trace" / "leases-controller-0.jsonl") == [
         {**common, "step": 2, "rows": [10, 11, 13], "to": "actor/0"},
         {**common, "rows": [11], "ended": "released"},
@@ -95,13 +96,13 @@ class Text(str):
     __slots__ = ()
 
 
-@pytest.mark.parametrize("content", [Text("hi"), "half of a pair: \ud83d", {None: 1}])
+@pytest.mark.parametrize("content", [Text("hi"), "half of a pair: \ud83d", {None: math.nan}])
 def test_what_users_functions_return_costs_no_line(run_dir: Path, content: object) -> None:
     log = SampleLog(run_dir, "rollout-0", kept=KEPT)
     talk = [{"role": "user", "content": content}]
     log.write([rollout(10, [3], conversations=[talk]), rollout(11, [3])], [scored("a"), scored("b")], [0, 0], step=1)
     log.close()
-    first, second = lines(run_dir / "samples" / "rollout-0.jsonl")
+    first, second = LineReader(run_dir / "samples" / "rollout-0.jsonl").read()
     assert first["conversations"][0][0]["role"] == "user" and second["response"] == "b"
 
 

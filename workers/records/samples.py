@@ -133,13 +133,16 @@ class SampleLog:
 class LeaseLog:
     """Writes the leases of kept groups; a `tq.control.controller.LeaseObserver`, with a thread of its own.
 
-    `now`: seconds since the command started.
+    `now`: seconds since the command started, which a resumed run counts anew, with another `lineage`.
     """
 
-    def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, now: Callable[[], float]) -> None:
+    def __init__(
+        self, run_dir: Path, gang: str, *, kept: KeptGroups, now: Callable[[], float], lineage: int = 0
+    ) -> None:
         self._file = open_spare(run_dir / TRACE / f"leases-{gang}.jsonl", what="leases", loss="writes none")
         self._kept = kept
         self._now = now
+        self._lineage = lineage
         self._rows: dict[int, None] = {}  # kept ones, the newest last; any thread, under the lock
         self._lock = threading.Lock()
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
@@ -171,7 +174,7 @@ class LeaseLog:
 
     def _add(self, line: dict[str, Any]) -> None:
         with contextlib.suppress(queue.Full):  # a disk that hangs must not hold up the queue
-            self._waiting.put_nowait({**line, "time_s": round(self._now(), 3)})
+            self._waiting.put_nowait({**line, "lineage": self._lineage, "time_s": round(self._now(), 3)})
 
     def _write_until_closed(self) -> None:
         try:
@@ -243,7 +246,8 @@ def _encode(line: dict[str, Any]) -> bytes:
     try:
         return _encoder.encode(line) + b"\n"
     except (TypeError, UnicodeEncodeError):  # what users' code returned: a subclass of str, half a surrogate pair
-        return json.dumps(line).encode() + b"\n"
+        plain = json.dumps(line, ensure_ascii=False).encode(errors="replace")
+        return _encoder.encode(json.loads(plain)) + b"\n"  # without what no reader takes, such as NaN
 
 
 # Rows are short and many: in plain Python these take a tenth of the time of operations on small tensors.

@@ -168,7 +168,13 @@ def run_controller(context: WorkerContext) -> None:
         )
     leases = None
     if config.rollout.samples_per_step:
-        leases = LeaseLog(context.run_dir, context.gang.name, kept=kept_groups(config), now=lambda: context.elapsed_s)
+        leases = LeaseLog(
+            context.run_dir,
+            context.gang.name,
+            kept=kept_groups(config),
+            now=lambda: context.elapsed_s,
+            lineage=context.job.lineage,
+        )
     service = ControllerService(
         context.job_credentials(),
         context.gang.name,

@@ -20,7 +20,7 @@ const SECTIONS = [
     { title: "Response length", unit: "tokens, mean", figures: ["response_tokens_mean"],
       says: "May grow as the model learns to reason. A jump together with falling reward is a collapse or a loophole." },
     { title: "Truncated responses", unit: "share", figures: ["truncated_fraction"],
-      says: "Should stay below about 0.05; otherwise raise rollout.max_response_tokens, or it learns to be cut." },
+      says: "Should stay below about 0.1; otherwise raise rollout.max_response_tokens, or it learns to be cut." },
     { title: "Spread of rewards", unit: "standard deviation", figures: ["reward_std"],
       says: "At 0 there is nothing to learn: every response is as good as every other one." },
     { title: "Held-out pass@k", unit: "share", evaluation: ["pass_at_"],
@@ -28,25 +28,27 @@ const SECTIONS = [
   ] },
   { id: "stability", title: "Is it stable?", panels: [
     { title: "KL to the reference", unit: "nats per token", figures: ["kl"],
-      says: "Grows slowly. Above about 0.1 to 1 the policy is far from where it started: look at samples." },
+      says: "0 at first, then grows slowly. Above 1 the policy is far from where it started: look at samples." },
     { title: "Entropy", unit: "nats per token", figures: ["entropy"],
       says: "Falls slowly as the policy gets certain. Near 0 it has collapsed and explores no more; rising: it comes apart." },
     { title: "Gap between engines", unit: "nats, |generator - trainer|",
       figures: ["rollout_log_prob_diff_mean", "rollout_log_prob_diff_max"],
-      says: "Of the same weights in both engines: rounding only. A mean above about 0.05 means that they disagree." },
+      says: "Of the same weights in both engines: rounding only. A mean above about 0.05 in bfloat16, or 0.001 in float32, "
+        + "means that they disagree." },
     { title: "Staleness", unit: "versions", figures: ["staleness_mean", "staleness_max", "staleness_bound"],
       says: "How many versions older than the step a response's oldest token is. Never above the bound." },
-    { title: "Staleness, newest step", unit: "responses", histogram: "staleness",
+    { title: "Staleness, newest step", unit: "responses", histogram: "staleness", x: "versions",
       says: "Most responses at 0 or 1; all of them at the bound: the trainer is slower than generation." },
     { title: "Effective sample size", unit: "share, 1 = on-policy", figures: ["effective_sample_size"],
-      says: "How much of the batch still counts after the correction for old weights. Below about 0.5: lower max_staleness." },
+      says: "How much of the batch still counts after the correction for old weights. Usually above 0.9; if not, lower "
+        + "max_staleness." },
     { title: "Clipped tokens", unit: "share", figures: ["clip_fraction"],
       says: "Usually below 0.2. More: the updates are too large for the data's age." },
     { title: "Gradient norm", unit: "before clipping", figures: ["grad_norm"],
       says: "Steady. Spikes that grow from step to step come before a collapse." },
     { title: "Loss", unit: "", figures: ["loss"], says: "Not a measure of progress in RL: it should only stay bounded." },
-    { title: "Rewards, newest step", unit: "responses", histogram: "reward", says: "A mix of good and bad ones teaches most." },
-    { title: "Lengths, newest step", unit: "responses by tokens", histogram: "response_tokens",
+    { title: "Rewards, newest step", unit: "responses", histogram: "reward", x: "reward", says: "A mix of good and bad ones teaches most." },
+    { title: "Lengths, newest step", unit: "responses", histogram: "response_tokens", x: "tokens",
       says: "A peak at the right end are truncated responses." },
   ] },
   { id: "speed", title: "Is it fast?", panels: [
@@ -61,7 +63,8 @@ const SECTIONS = [
       says: "How long publishing weights and saving block the trainer. Should be a small part of a step." },
   ] },
 ];
-const COLOURS = ["#2f6fb3", "#d9822b", "#2e9e6b", "#b8479d", "#7a5cd0", "#c23b3b", "#128a9c", "#8a6d1d"];
+const COLOURS = ["#2f6fb3", "#d9822b", "#2e9e6b", "#b8479d", "#7a5cd0", "#c23b3b", "#128a9c", "#8a6d1d", "#e58fc4", "#7fae2f",
+  "#4ab8f0", "#8c4a2f"];
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const CARDS = [["reward_mean", "reward"], ["accuracy", "accuracy"], ["kl", "KL"], ["entropy", "entropy"],
   ["response_tokens_mean", "tokens per response"], ["staleness_mean", "staleness"], ["train_tokens_per_s", "tokens/s"],
@@ -93,6 +96,13 @@ function el(tag, attributes, ...children) {
 }
 
 function fill(node, ...children) { node.replaceChildren(...children.flat().filter((child) => child)); }
+
+/** Fill a node unless it shows the same already: what somebody selects there, to copy it, stays selected. */
+function refill(node, ...children) {
+  const fresh = el("div");
+  fill(fresh, ...children);
+  if (fresh.innerHTML !== node.innerHTML) node.replaceChildren(...fresh.childNodes);
+}
 
 function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "-";
@@ -143,14 +153,21 @@ function liveSource() {
   };
 }
 
+/** Return the texts in a value of JSON, without keys and roles. */
+function textsIn(value) {
+  if (typeof value === "string") return [value];
+  if (Array.isArray(value)) return value.flatMap(textsIn);
+  return Object.entries(value || {}).flatMap(([name, each]) => name === "role" ? [] : textsIn(each));
+}
+
 function frozenSource(data) {
   return {
     frozen: true,
     state: async () => data.state,
     samples: async (run, query) => {
       const wanted = query.search.toLowerCase(), steps = /^(\d+)(?:-(\d+))?$/.exec(query.step);
-      const rows = data.samples.rows.filter((row) => (!wanted || JSON.stringify([row.prompt, row.response,
-        row.ground_truth, row.conversations]).toLowerCase().includes(wanted))
+      const rows = data.samples.rows.filter((row) => (!wanted || [row.prompt, row.response, row.ground_truth, row.conversations]
+        .flatMap(textsIn).some((text) => text.toLowerCase().includes(wanted)))
         && (!steps || (row.step >= Number(steps[1]) && row.step <= Number(steps[2] || steps[1]))));
       const sign = query.order === "best" ? -1 : 1;
       if (query.order === "newest") rows.sort((a, b) => b.step - a.step || a.group - b.group || a.index - b.index);
@@ -256,7 +273,12 @@ class Panel {
         add(label, run.steps, page.smoothing ? smooth(raw, page.smoothing) : raw, number, {});
       });
       const rows = run.evaluations, keys = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-      wanted(this.spec.evaluation || [], keys).forEach((name, number) => {
+      // Of several held-out sets each figure is there as NAME/figure, too; those without a name are the first one's.
+      const sets = [...new Set(keys.filter((key) => key.includes("/")).map((key) => key.slice(0, key.lastIndexOf("/") + 1)))];
+      const asked = (this.spec.evaluation || []).flatMap((name) => sets.length ? sets.map((set) => set + name) : [name]);
+      const named = wanted(asked, keys);
+      if (this.spec.evaluation) this.single = named.length < 2;
+      named.forEach((name, number) => {
         const column = (key) => rows.map((row) => row[key] === undefined ? null : row[key]);
         add(name, rows.map((row) => row.step), column(name), number,
           { points: true, low: keys.includes(name + "_low") ? column(name + "_low") : null, high: column(name + "_high") });
@@ -311,7 +333,7 @@ class Panel {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
       scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
-      axes: [{ ...axis, label: bars ? " " : "step", incrs: whole ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
+      axes: [{ ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
         { ...axis, size: 56, values }],
       cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: "step" }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
@@ -326,7 +348,9 @@ class Panel {
     series.forEach((one, place) => {
       if (place === 0 || one.hidden || one.curve.faint) return;
       const column = data[place];
-      let at = inside ? index : column.length - 1;
+      const last = column.findLastIndex((value) => value !== null && value !== undefined);
+      let at = inside ? index : last;
+      if (at > last) return;  // beyond the curve's end
       while (at >= 0 && (column[at] === null || column[at] === undefined)) at--;
       if (at >= 0 && (inside || !one.curve.bars)) parts.push(el("span", null, swatch(one.curve.colour, one.curve.dash),
         (one.curve.bars ? "" : one.label + " ") + number(column[at])));
@@ -657,8 +681,9 @@ function header(run, place) {
   const left = now.state === "running" && !pause && now.steps && last.length ? (now.steps - now.step) * last[Math.floor(last.length / 2)] : null;
   head.state.className = "state " + state;
   head.state.textContent = state;
-  head.told.textContent = shown(`step ${now.step}${now.steps ? "/" + now.steps : ""}` + (now.time_s ? ` · ${duration(now.time_s)}` : "")
-    + (left === null ? "" : ` · about ${duration(left)} left`) + (state === "pausing" ? ` · ${pause}` : ""));
+  head.told.textContent = shown([now.step || now.steps ? `step ${now.step}${now.steps ? "/" + now.steps : ""}` : "",
+    now.time_s ? duration(now.time_s) : "", left === null ? "" : `about ${duration(left)} left`, state === "pausing" ? pause : ""]
+    .filter((part) => part).join(" · "));
   const meaning = page.control && now.state === "running" ? state : "";
   if (meaning !== head.meaning) fill(head.buttons, meaning && controlButtons(now.name, place, meaning));
   head.meaning = meaning;
@@ -787,19 +812,18 @@ function build(root) {
     if (first) fill(runs, heads);
     if (first) fill(choice, page.runs.map((run, place) => el("option", { value: place }, run.now.name)));
     chooser.hidden = page.runs.length < 2;
-    fill(top, endings(), cards());
+    refill(top, endings(), cards());
     addOthers();
     updatePanels();
     const run = page.runs[page.current], open = [...now.querySelectorAll("details")].map((one) => one.open);
     fill(now, nowNode(run));
     now.querySelectorAll("details").forEach((one, place) => { one.open = Boolean(open[place]); });
-    fill(plan, planNode(run));
-    fill(failures, failuresNode(run));
+    refill(plan, planNode(run));
+    refill(failures, failuresNode(run));
     logs.update();
     if (first && run.now.end && !run.now.step) logs.open();
     const states = page.runs.map((one) => one.now.state).join();
-    if (first) showSettings(settings);
-    if (first || states !== finished) details();
+    if (first || states !== finished) { showSettings(settings); details(); }
     else if (run.now.state === "running" && ++updates % 5 === 0) {
       if (updates % 15) timeline.showNewest();
       else { samples.showFirst(); showTimes(timeline.showNewest); }

@@ -1,6 +1,7 @@
 """What a Gantt chart shows, as a layout and as a page."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
@@ -53,6 +54,11 @@ def test_bars_are_cut_to_the_window_and_waiting_is_grey() -> None:
     assert max(bar.end for bar in rollout.bars) == 10
     assert [bar.colour == WAITING for bar in actor.bars] == [True, False]
     assert [bar.told for bar in rollout.beside] == ["check weights: 1.000 s"]
+
+
+def test_no_name_of_a_file_becomes_an_element() -> None:
+    page = gantt_html(chart_of({"<img src=x onerror=alert(1)>-0": [Span("<b>", 0, 3, {"<i>": "<u>"})]}), width=1000)
+    assert not {"<img", "<b>", "<i>", "<u>"} & set(re.findall(r"<(?:img|b>|i>|u>)", page))
 
 
 def test_short_swap_of_the_weights_is_seen() -> None:

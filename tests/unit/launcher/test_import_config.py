@@ -88,6 +88,22 @@ def test_trl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     assert config.rollout.engine == "vllm"
 
 
+def test_everything_that_trl_counts_in_updates_is_counted_in_steps(tmp_path: Path) -> None:
+    """2 mini-batches x 2 iterations: a step of ours is four updates."""
+    given = {
+        **TRL_FILE, "warmup_ratio": None, "warmup_steps": 10, "save_steps": 100, "save_strategy": "steps",
+        "eval_strategy": "steps", "eval_steps": 50, "sync_ref_model": True, "ref_model_mixup_alpha": 1,
+        "ref_model_sync_steps": 64,
+    }  # fmt: skip
+    values = imported(given, tmp_path)
+    assert values["steps"] == 50 and values["actor"]["lr_warmup_steps"] == 3
+    assert (values["checkpoint"]["interval"], values["evaluate"]["interval"]) == (25, 13)
+    assert values["algorithm"]["ref_update_interval"] == 16
+    assert "save_steps / 4 updates a step" in (tmp_path / "new.yaml").read_text()
+    once = imported({**given, "steps_per_generation": 4, "num_iterations": 1, "save_steps": 0.1}, tmp_path)
+    assert (once["steps"], once["actor"]["lr_warmup_steps"], once["checkpoint"]["interval"]) == (200, 10, 20)
+
+
 def test_trl_s_processes_count_where_the_file_says_how_many(tmp_path: Path) -> None:
     values = imported({**TRL_FILE, "num_processes": 4}, tmp_path)
     assert values["schedule"]["rollout_batch_size"] == 32
@@ -110,6 +126,16 @@ def test_verl_file_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
     assert config.algorithm.kl_coef == 0.001
     assert config.data.ground_truth_field == "reward_model.ground_truth"
     assert config.name == "qwen2-7b"
+
+
+def test_how_verl_validates_is_kept(tmp_path: Path) -> None:
+    sampling = {"temperature": 0.6, "n": 4, "top_p": 0.9, "top_k": 20, "do_sample": True}
+    values = imported(with_value(VERL_FILE, "actor_rollout_ref.rollout.val_kwargs", sampling), tmp_path, steps=9)
+    told = {"temperature": 0.6, "n_samples_per_prompt": 4, "top_p": 0.9, "top_k": 20, "interval": 5}
+    assert {key: values["evaluate"][key] for key in told} == told
+    assert "answered if roles has evaluate: 1" in (tmp_path / "new.yaml").read_text()
+    values = imported(with_value(VERL_FILE, "actor_rollout_ref.rollout.val_kwargs", {"top_k": -1}), tmp_path, steps=9)
+    assert values["evaluate"]["top_k"] == 0
 
 
 def test_adapters_become_ours(tmp_path: Path) -> None:

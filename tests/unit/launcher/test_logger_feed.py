@@ -138,6 +138,18 @@ def test_samples_are_shown_now_and_then_up_to_the_newest_step_and_once(run_dir: 
     assert len(logger.tables) == 2
 
 
+def test_half_a_line_of_a_killed_process_costs_no_logger_its_samples(run_dir: Path) -> None:
+    logger = KeepingLogger(forgets=False)
+    with (run_dir / "samples" / "rollout-0.jsonl").open("w") as file:
+        file.write('{"step": 1, "gro{"step": 1}\n{"group": 1}\n')
+    add_steps(run_dir, 1, 2)
+    feed = feed_of(run_dir, logger)
+    feed.read(0.0, last=True)
+    assert logger.tables == [(2, [1, 1, 2, 2])]
+    again = feed_of(run_dir, logger)
+    assert again._row_to_show(b'{"step": 2}') is None and again._row_to_show(b'{"step": 3}') is not None
+
+
 def test_the_end_of_the_run_shows_the_samples_that_are_left(run_dir: Path) -> None:
     logger = KeepingLogger(forgets=False)
     feed = feed_of(run_dir, logger)

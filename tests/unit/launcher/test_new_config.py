@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,7 +31,11 @@ def test_new_configuration_passes_its_dry_run_and_scores_by_the_stub(place: Path
         main, ["init", "--model", str(MODEL), "--data", "sums #1.jsonl", "--reward", "own"], catch_exceptions=False
     )
     assert said.exit_code == 0, said.output
-    assert "reward reward:score" in said.output
+    assert "reward reward:score" in said.output and said.output.endswith("now: asyncflow-launch config.yaml\n")
+    stub: dict[str, Any] = {}
+    exec((place / "reward.py").read_text(), stub)
+    assert [stub["score"]("1+1=", response, "2") for response in ("so 2 ", "3")] == [1.0, 0.0]
+    assert stub["score"]("a poem", "anything", "") == 0.0, "data without a ground truth"
     config = load_config(place / "config.yaml")
     assert config.data.path == place / "sums #1.jsonl" or str(config.data.path).endswith("sums #1.jsonl")
     assert config.rollout.max_response_tokens == 8  # half of the model's 16 positions

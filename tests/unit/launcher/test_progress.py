@@ -117,6 +117,14 @@ def test_screen_shows_progress_time_left_figures_roles_and_the_newest_sample() -
     assert screen_text(Screen([], 60, elapsed_s=5.0))[0].endswith(" 0:05")
 
 
+def test_a_resumed_run_begins_with_the_step_that_it_continues_from() -> None:
+    progress = Progress([ACTOR], last_step=60, first_step=30, started_at=0.0, console=Console(file=io.StringIO()))
+    assert progress.last_finished_step == 30
+    progress.step({**FULL, "step": 31})
+    assert progress.last_finished_step == 31
+    assert screen_text(Screen([], 60, first_step=30))[0].startswith("step 30/60 ━━━━")
+
+
 def test_a_pause_is_shown_as_far_as_it_is_and_no_time_is_left_in_it() -> None:
     lead = replace(status("serving"), pause="pausing until step 9 is trained, which was given out before")
     assert pause_text(False, lead) == ""

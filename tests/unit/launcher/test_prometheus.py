@@ -38,7 +38,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
               "rows_per_s": 5.0}]  # fmt: skip
     room = {"live_rows": 6, "row_limit": 9, "live_bytes": 7, "waiting_puts": 0, "lost_rows": 0}
     status = RunStatus(
-        run, 1.0, (actor,), {("actor", 0): Status("training", idle_s=0.5, version=6)}, [{**room, "tasks": tasks}]
+        run,
+        1.0,
+        (actor,),
+        {("actor", 0): Status("training", idle_s=0.5, version=6, time=0.25)},
+        [{**room, "tasks": tasks}],
     )
     monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
     monkeypatch.setattr(RunStatus, "read", lambda path: status)
@@ -67,7 +71,7 @@ def test_figures_of_the_newest_step_are_served_with_their_parts_as_labels(run_di
         'asyncflow_run_paused{"run": "a"}': 0,
         'asyncflow_step{"run": "a"}': 7,
         'asyncflow_queue_rows{"run": "a", "state": "ready", "task": "actor"}': 2,
-        'asyncflow_rank_idle_seconds{"rank": "actor/0", "role": "actor", "run": "a"}': 0.5,
+        'asyncflow_rank_idle_seconds{"rank": "actor/0", "role": "actor", "run": "a"}': 1.25,  # with its silence
     }.items():
         assert found[name] == value
     assert not any("loss" in name or "histograms" in name for name in found)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.report.report import grouped_runs, mean_curve, plot, read_curves
+from launcher.report.report import grouped_runs, mean_curve, number_text, plot, read_curves
 from tests.support.logged_runs import add_steps, append, make_run
 
 
@@ -26,6 +26,16 @@ def test_curves_of_metrics_and_evaluations_go_by_step(run_dir: Path) -> None:
     assert curves["evaluation/accuracy"] == {2: 0.125}
     assert curves["idle_fraction/actor"] == dict.fromkeys((1, 2, 3), 0.25)
     assert "loss" not in curves, "null is not a number"
+
+
+def test_large_numbers_have_no_exponent() -> None:
+    assert [number_text(value, 4) for value in (12345.6, 685.62, 0.00001, -3e5)] == [
+        "12,350",
+        "685.6",
+        "1e-05",
+        "-300,000",
+    ]
+    assert number_text(329.7, 2) == "330"
 
 
 def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:
@@ -59,8 +69,9 @@ def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp
         grouped_runs([run_dir, others[1]], "nosuch.key")
     spread = 2**0.5
     assert mean_curve([{1: 1.0, 2: 4.0}, {1: 3.0}]) == (
-        [1, 2], [2.0, 4.0], pytest.approx([2 - spread, 4.0]), pytest.approx([2 + spread, 4.0]),
+        [1], [2.0], pytest.approx([2 - spread]), pytest.approx([2 + spread]),
     )  # fmt: skip
+    assert mean_curve([{1: 1.0, 2: 4.0}]) == ([1, 2], [1.0, 4.0], [1.0, 4.0], [1.0, 4.0])
 
 
 def test_without_matplotlib_one_line_says_what_to_do(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,24 @@ def test_the_largest_gap_is_named_by_its_token_where_others_have_no_number(run_d
     assert found._gap_lines()[1] == "    largest +2.0000 at token 2 ('c')"
 
 
+def test_a_row_of_a_resumed_run_has_its_leases_in_order_and_no_gap_of_the_wrong_drawing(run_dir: Path) -> None:
+    """The time of each start counts from zero, and which of two drawings was trained is not known."""
+    keep(run_dir, 6)
+    sample = {"step": 3, "group": 3, "index": 6, "reward": 1.0, "response_tokens": 3, "log_probs": [-1.0, -2.0, -9.0]}
+    append(run_dir / "samples" / "rollout-0.jsonl", sample)
+    line = {"task": "actor", "token": 1, "step": 3, "rows": [6], "to": "actor/0", "lineage": 1, "time_s": 2.0}
+    append(run_dir / "trace" / "leases-controller-1.jsonl", line)
+    found = RowTrace.read(run_dir, 6)
+    assert [lease["token"] for lease in found.leases] == [5, 9, 3, 1] and found.gaps() == []
+    text = found.as_text()
+    assert text.endswith(
+        "        6.000 s  actor  to actor/0\n"
+        "    lineage 1: the run was resumed, or went back\n"
+        "        2.000 s  actor  to actor/0"
+    )
+    assert "drawn more than once" in text and "mean |gap|" not in text
+
+
 def test_a_row_that_is_not_kept_has_its_ledger_and_an_unknown_one_is_refused(run_dir: Path) -> None:
     found = RowTrace.read(run_dir, 11)
     assert [line["step"] for line in found.trained] == [5] and not found.samples
@@ -161,6 +179,16 @@ def test_a_damaged_index_is_built_anew(run_dir: Path, damage: bytes) -> None:
     RowTrace.read(run_dir, 4)
     (run_dir / "trace" / INDEX_FILE).write_bytes(damage)
     assert RowTrace.read(run_dir, 5).trained == [trained(2, 4, 5)]
+
+
+def test_an_index_that_cannot_grow_is_one_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(index: RowIndex) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(RowIndex, "update", full)
+    said = CliRunner().invoke(main, ["trace", str(run_dir), "4"])
+    assert (said.exit_code, said.output.count("\n")) == (1, 1)
+    assert "index.sqlite: database or disk is full; make room" in said.output
 
 
 def test_a_file_that_was_cut_and_grew_again_is_read_anew(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
+from launcher.report import report
 from launcher.report.report import samples_text
 
 
@@ -58,6 +59,26 @@ def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: 
     assert shown(text) == [1, 2]
     assert "\x1b" not in text
     assert "says \\x1b[2J1" in text
+
+
+def test_only_what_is_shown_is_read_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollouts of a long run are gigabytes."""
+    read: list[bytes] = []
+    decode = report._json_object
+
+    def counted(line: bytes) -> dict[str, object]:
+        read.append(line)
+        return decode(line)
+
+    monkeypatch.setattr(report, "_json_object", counted)
+    assert shown(samples_text(run_dir, steps=(1, 2), worst=0, best=1, number=4)) == [4]
+    assert len(read) == 1
+
+
+def test_a_line_of_another_version_is_shown_with_what_it_has(run_dir: Path) -> None:
+    (run_dir / "samples" / "rollout-1.jsonl").write_text('{"step": 9, "prompt": "1+1=", "response": "2"}\n')
+    text = samples_text(run_dir, steps=None, worst=0, best=0, number=1)
+    assert "step 9, group None, row None: no reward, ? tokens\n[user] 1+1=\n[assistant] 2\n" in text
 
 
 def test_a_step_without_samples_is_named(run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.run.several_runs import diff_text, find_logs, list_runs, list_text, log_lines
 from launcher.run.status import RunEnd
+from tests.support.logged_runs import append
 
 
 def made_run(
@@ -120,6 +121,22 @@ def test_difference_has_the_settings_that_differ_and_figures_of_the_same_steps(t
     assert "name" in rows
 
 
+def test_time_of_a_resumed_run_is_that_of_all_its_starts(tmp_path: Path) -> None:
+    resumed, whole = (made_run(tmp_path / name, steps=0) for name in ("resumed", "whole"))
+    for step, resumed_at, at in ((1, 60.0, 60.0), (2, 120.0, 120.0), (3, 90.0, 180.0)):
+        for run, time_s in ((resumed, resumed_at), (whole, at)):
+            append(run / "metrics.jsonl", {"step": step, "time_s": time_s, "cross_entropy": 2.0})
+    rows = [line.split() for line in diff_text([resumed, whole]).splitlines()]
+    assert ["minutes", "to", "that", "step", "3.5", "3.0"] in rows
+    assert ["cross_entropy", "2", "+-", "0", "2", "+-", "0"] in rows
+
+
+def test_an_evaluation_has_no_steps(tmp_path: Path) -> None:
+    made_run(tmp_path / "evaluate-a", steps=0, settings={"roles": {"evaluate": 2}})
+    (run,) = list_runs(tmp_path)
+    assert run.steps == 0 and list_text([run]).splitlines()[1].split()[:4] == ["evaluate-a", "done", "-", "-"]
+
+
 def test_comparison_that_is_wider_than_the_terminal_has_a_block_for_each_setting_and_figure(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / f"run-with-a-long-name-{k}", reward=k) for k in range(6)]
     text = diff_text(runs)
@@ -159,8 +176,10 @@ def test_following_prints_every_line_once_and_ends_with_the_run(tmp_path: Path) 
             file.write("half a li" if not log.partial else "ne\n")
         return next(goes_on)
 
-    assert list(log_lines([log], number=0, follow=lives)) == ["half a line"]
+    # The last words have no line's end.
+    assert list(log_lines([log], number=0, follow=lives)) == ["half a line", "half a li"]
     assert asked.is_set()
+    assert list(log_lines(find_logs(run, "rollout/0"), number=2)) == ["half a line", "half a li"]
 
 
 def test_following_a_run_that_is_just_starting_finds_the_logs_that_come(tmp_path: Path) -> None:

@@ -241,8 +241,10 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
     assert RunStatus.read(tmp_path).controllers
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time() - 60).as_json())
-    with pytest.raises(ConfigError, match="no run is active in"):
-        RunStatus.read(tmp_path)
+    for old in ((tmp_path / STATUS_FILE).read_text(), '{"time": ', "{}", "[]"):
+        (tmp_path / STATUS_FILE).write_text(old)
+        with pytest.raises(ConfigError, match="no run is active in"):
+            RunStatus.read(tmp_path)
 
 
 def test_the_command_imports_neither_torch_nor_the_configuration() -> None:

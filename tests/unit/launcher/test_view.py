@@ -20,6 +20,7 @@ import launcher.view.report_page
 from asyncflow.errors import ConfigError
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from launcher.cli.commands import main
+from launcher.run.status import RunEnd, RunStatus
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
 from tests.support.logged_runs import add_steps, append, go_back, make_run
@@ -182,7 +183,7 @@ def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
         file.write('{damaged\n{"step": 2, "index": 99999999999999999999}\n')
     assert run.samples()["total"] == 2
     sample(run_dir, 2, 2, -1.0)
-    sample(run_dir, 3, 3, 2.0, conversations=[[{"role": "tool", "content": "eight äpfel"}]])
+    sample(run_dir, 3, 3, 2.0, conversations=[[{"role": "tool", "content": '"eight" \näpfel'}]])
 
     def rows(**choice: Any) -> list[int]:
         return [row["index"] for row in run.samples(**choice)["rows"]]
@@ -192,6 +193,7 @@ def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
     assert rows(order="worst", number=2) == [2, 0]
     assert rows(order="worst", skip=2) == [3, 1]
     assert rows(search="äpfel") == [3, 0]
+    assert rows(search='"eight" \n') == [3] and rows(search="tool") == [], "as it is shown, not as JSON"
     assert rows(steps=(2, 2)) == [1, 2]
     assert [(run.samples(search="äpfel", number=1, skip=skip)["total"], rows(search="äpfel", number=1, skip=skip))
             for skip in (0, 1, 2)] == [(2, [3]), (2, [0]), (2, [])]  # fmt: skip
@@ -217,9 +219,14 @@ def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_p
     assert [one.label for one in run.logs()] == ["rollout/0"]
     assert run.log_tail("out") is None and run.log_tail("../../secret") is None
     tail = run.log_tail("rollout/0")
-    assert tail is not None and tail["text"] == "one\n"
+    assert tail is not None and tail["text"] == "one\ntw", "the last words of a process have no line's end"
     log.write_text("one\ntwo\n")
-    assert run.log_tail("rollout/0", tail["position"]) == {"text": "two\n", "position": 8, "follows": True}
+    assert run.log_tail("rollout/0", tail["position"]) == {"text": "o\n", "position": 8, "follows": True}
+    log.write_bytes("one\nä".encode()[:-1])
+    assert run.log_tail("rollout/0") == {"text": "one\n", "position": 4, "follows": False}, "half a character waits"
+    log.write_text("\rloading" * 20_000)
+    bar = run.log_tail("rollout/0")
+    assert bar is not None and len(bar["text"]) == 64 * 1024, "a progress bar has no line's end either"
     log.write_text("\n".join(map(str, range(100_000))) + "\n")
     long = run.log_tail("rollout/0", 8)
     assert long is not None and not long["follows"]
@@ -244,6 +251,42 @@ def test_a_report_replaces_a_link_in_its_place_and_leaves_what_it_names(run_dir:
     (run_dir / "report.html").symlink_to(mine)
     written = write_report(run_dir)
     assert mine.read_text() == "mine" and not written.is_symlink() and "<html" in written.read_text()
+
+
+def test_a_resumed_run_counts_the_time_of_all_its_starts_and_shows_its_new_last_step(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    assert run.state()["time_s"] is None
+    # The second start counts anew; its trainer then starts again within it, as lineage 2.
+    for lineage, step, at in ((0, 1, 60.0), (0, 2, 90.0), (1, 3, 100.0), (2, 4, 160.0), (2, 5, 190.0)):
+        line = {"step": step, "lineage": lineage, "reward_mean": 0.5, "time_s": at, "step_time_s": 30.0}
+        append(run_dir / "metrics.jsonl", line)
+    assert run.state()["time_s"] == 90 + 190
+    assert "4.7 minutes for 5 steps" in write_report(run_dir).read_text()
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("\nsteps: 60\n", "\nsteps: 120\n"))
+    assert run.state()["steps"] == 120
+    config.write_text("steps: 60\nroles: {evaluate: 2}\n")
+    assert run.state()["steps"] is None, "an evaluation trains nothing"
+
+
+def test_a_live_run_of_another_version_costs_its_panel_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_steps(run_dir, 1, 2)
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    old = RunStatus(run_dir, 1.0, (), {}, [{"tasks": [{"task": "actor"}]}])
+    monkeypatch.setattr(RunStatus, "read", lambda path: old)
+    state = RunReader(run_dir, "run").state()
+    assert (state["state"], state["step"], state["live"]) == ("running", 2, None)
+
+
+def test_a_plan_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"password": "1234"}')
+    (run_dir / "plan.json").symlink_to(secret)
+    add_steps(run_dir, 1, 1)
+    assert "1234" not in write_report(run_dir).read_text()
+    (run_dir / "plan.json").unlink()
+    (run_dir / "plan.json").write_text('{"step_s": 2.5}')
+    assert RunReader(run_dir, "run").state()["plan"] == {"step_s": 2.5}
 
 
 # The server
@@ -279,6 +322,10 @@ def test_nothing_answers_without_the_token_or_to_a_foreign_name(run_dir: Path) -
             assert (await client.get(f"/{token}/{address}", headers={"Host": "evil.example"})).status == 404
             assert (await client.post(f"/{token}/{address}")).status == 405, "read-only"
         assert (await client.get("/r%C3%AFght/")).status == 404
+        reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
+        writer.write(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 404 Not Found\r\n"
+        writer.close()
 
     serve([run_dir], question)
 
@@ -440,6 +487,15 @@ def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
     assert "0.125 (0.100 to 0.200), 95 % interval, at step 2" in page
     assert "0.5833 ± 0.36 (last 3 steps)" in page  # 4.30 x 0.1443 / sqrt(3)
     assert "step_000003/hf" in page
+
+
+def test_the_summary_has_the_loss_of_fine_tuning_and_no_character_that_turns_text(run_dir: Path) -> None:
+    for step, loss in ((1, 2.0), (2, 1.0)):
+        append(run_dir / "metrics.jsonl", {"step": step, "lineage": 0, "cross_entropy": loss})
+    RunEnd(run_dir, ["failed (step 2): \u202eseirt"], 1, 0.0).write()
+    summary = write_report(run_dir).read_text().partition("</section>")[0]
+    assert "cross entropy (nats)</th><td>1.5 ± 6.4 (last 2 steps)" in summary
+    assert "\\u202eseirt" in summary and "\u202e" not in summary
 
 
 def test_the_report_is_utf8_whatever_the_locale(run_dir: Path) -> None:
