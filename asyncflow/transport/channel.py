@@ -82,7 +82,7 @@ _next_device = itertools.count()
 
 
 def spread_channels(num_threads: int) -> None:
-    """Have the groups that this process builds from now on share so many threads, in turn.
+    """Spread the groups that this process builds from now on over this many threads, in turn.
 
     Gloo reads all data of a device in its one thread, at the speed of one core. For a process that moves bulk data over
     several channels at the same time.
@@ -257,9 +257,8 @@ class Channel(ABC):
         self._pair = pair
         self._limits = limits
         self._frame_lock = threading.Lock()
-        self._bulk_lock = (
-            threading.Lock()
-        )  # taken before the frame lock, so that segments follow in the order of frames
+        # Taken before the frame lock, so that segments follow in the order of frames.
+        self._bulk_lock = threading.Lock()
         self._broken = False
         self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         self._out_view = self._out.numpy().data

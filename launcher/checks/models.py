@@ -32,7 +32,7 @@ from workers.engines.lora import Trained, adapter_targets, check_adapter, traine
 from workers.settings.megatron import DenseModel, check_adapted, check_division
 from workers.settings.run import RunConfig
 
-KEY = "reward.model.path"
+REWARD_KEY = "reward.model.path"
 HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
@@ -99,12 +99,8 @@ def _check_scorers(config: RunConfig) -> OtherModels:
         number = count_parameters(path)
         found = ModelSizes.from_config(read_model_config(path), number) or ModelSizes.unknown(number)
         sizes.setdefault(key.partition(".")[0], {})[path] = found
-    for key, name in {"model.path": config.model.path, **named}.items():
-        tokens = vocabulary_size(Path(name))
-        if tokens is not None and tokens < k:
-            raise ConfigError(
-                f"algorithm.top_k: {k} is more than the {tokens} tokens of {key} {name}; set it to {tokens} or less"
-            )
+    for model_key, name in {"model.path": config.model.path, **named}.items():
+        _check_fewer_than_tokens("algorithm.top_k", k, model_key, name)
     return {role: tuple(each.values()) for role, each in sizes.items()}
 
 
@@ -116,7 +112,7 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
         models["ref.path"] = config.ref.path
     models |= config.teacher.models
     if config.reward.model is not None:
-        models[KEY] = config.reward.model.path
+        models[REWARD_KEY] = config.reward.model.path
     return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))
 
 
@@ -174,14 +170,17 @@ def _refuse_tied(modules: Collection[str], model: Mapping[str, Any]) -> None:
 
 def _check_likeliest(config: RunConfig) -> None:
     """Refuse to report or keep more tokens at a place than the model has."""
-    tokens = vocabulary_size(Path(config.model.path))
     kept = config.rollout.top_k if config.rollout.keeps_mask else 0
     for key, k in (("algorithm.divergence_top_k", config.algorithm.num_top_log_probs), ("rollout.top_k", kept)):
-        if tokens is not None and k > tokens:
-            raise ConfigError(
-                f"{key}: {k} is more than the {tokens} tokens of model.path {config.model.path}; set it to {tokens} or "
-                f"less"
-            )
+        _check_fewer_than_tokens(key, k, "model.path", config.model.path)
+
+
+def _check_fewer_than_tokens(key: str, number: int, model_key: str, model: str) -> None:
+    tokens = vocabulary_size(Path(model))
+    if tokens is not None and number > tokens:
+        raise ConfigError(
+            f"{key}: {number} is more than the {tokens} tokens of {model_key} {model}; set it to {tokens} or less"
+        )
 
 
 def check_positions(config: RunConfig) -> None:
@@ -277,23 +276,23 @@ def check_reward_model(config: RunConfig) -> None:
     if config.reward.model is None:
         return
     path = Path(config.reward.model.path)
-    check_other_model_dir(path, SCORES, key=KEY)
+    check_other_model_dir(path, SCORES, key=REWARD_KEY)
     _check_head(path)
-    _check_tokens(path, Path(config.model.path), key=KEY)
-    _check_length(config, path, key=KEY)
+    _check_tokens(path, Path(config.model.path), key=REWARD_KEY)
+    _check_length(config, path, key=REWARD_KEY)
 
 
 def _check_head(path: Path) -> None:
-    head = stored_tensors(path, key=KEY).get(HEAD_WEIGHT)
+    head = stored_tensors(path, key=REWARD_KEY).get(HEAD_WEIGHT)
     if head is None:
         raise ConfigError(
-            f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
-            f"on a language model of the policy's family"
+            f"{REWARD_KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a "
+            f"reward model on a language model of the policy's family"
         )
     # The head's first dimension is its number of scores.
     labels = head.shape[0]
     if labels != 1:
-        raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
+        raise ConfigError(f"{REWARD_KEY}: {path} has {labels} labels; a reward model has 1, name one")
 
 
 def _check_length(config: RunConfig, path: Path, *, key: str) -> None:

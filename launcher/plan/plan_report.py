@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import METRICS_FILE
-from launcher.checks.models import KEY as REWARD_KEY
+from launcher.checks.models import REWARD_KEY
 from launcher.checks.preflight import check_lengths
 from launcher.plan.cost_model import CostModel, Workload, device_of, find_device
 from launcher.plan.profile import Profile
@@ -97,7 +97,10 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     has_weights = any(Path(path).glob("*.safetensors"))
     sizes = ModelSizes.from_config(read_model_config(Path(path)), count_parameters(Path(path)) if has_weights else None)
     if sizes is None or not sizes.num_parameters:
-        raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
+        raise ConfigError(
+            f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known; name one of a "
+            f"family in docs/models.md"
+        )
     return sizes
 
 

@@ -65,13 +65,13 @@ class JobStoreClient:
         self._secret = bytes.fromhex(secret)
         self._store = SealedStore(self.open_client() if client is None else client, self._secret)
 
-    def open_client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
+    def open_client(self) -> TCPStore:
         """Return another connection, for a thread of its own; it does not seal what it reads and writes."""
-        return connect_store(self.host, self.port, timeout)
+        return connect_store(self.host, self.port, TIMEOUT)
 
-    def open_sealed(self, timeout: timedelta = TIMEOUT) -> SealedStore:
+    def open_sealed(self) -> SealedStore:
         """Return another client, for a thread of its own."""
-        return SealedStore(self.open_client(timeout), self._secret)
+        return SealedStore(self.open_client(), self._secret)
 
     def last_words(self, gang: str, rank: int) -> str | None:
         """Return what a rank said when it left; None: it has not. Any thread may call it, since it does not block."""
@@ -128,9 +128,8 @@ class JobStore(JobStoreClient):
     def new_warnings(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
         """Return new warnings of these (gang, rank), and which ended; two round trips after the first call."""
         keys = {f"warning/{gang}/{rank}": gang for gang, rank in ranks}
-        for key in (
-            keys.keys() - self._warnings.keys()
-        ):  # create missing keys: `get_existing` reads in one go only if all exist
+        # Create missing keys: `get_existing` reads in one go only if all exist.
+        for key in keys.keys() - self._warnings.keys():
             with contextlib.suppress(SealBroken):  # not written by this job; `get_existing` reports it
                 self._store.set_first(key, json.dumps({"text": ""}))
             self._warnings[key] = ""

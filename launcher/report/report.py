@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import ConfigError
-from asyncflow.extras import is_installed, pip_line
+from asyncflow.extras import check_installed
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, SAMPLES
 from launcher.config.load_config import flatten, read_yaml
@@ -92,8 +92,7 @@ def plot(
         ConfigError: matplotlib is not installed, a run has no such figure, setting or steps, or the file cannot be
             written.
     """
-    if not is_installed("matplotlib"):
-        raise ConfigError(f"plot: matplotlib is not installed; {pip_line('plot')}, or see each run's report.html")
+    check_installed("matplotlib", "plot", "plot: ", "or see each run's report.html")
     runs = {run_dir: read_curves(run_dir) for run_dir in run_dirs}
     known = sorted(set().union(*runs.values()))
     for metric in metrics:
@@ -168,7 +167,6 @@ def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]
 
 _RULE = "=" * 80
 _NEWEST_BYTES = 2**20
-_json_object = json_decoder(dict[str, Any]).decode
 
 
 def samples_text(
@@ -247,7 +245,7 @@ def newest_sample(run_dir: Path) -> dict[str, Any] | None:
         with max(paths)[1].open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _NEWEST_BYTES))
             line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        return _json_object(line)
+        return json_object(line)
     except (OSError, ValueError, *UNREADABLE):
         return None
 
@@ -272,7 +270,7 @@ class _KeptLine(NamedTuple):
     def read(self) -> dict[str, Any]:
         with self.path.open("rb") as file:
             file.seek(self.place)
-            return dict(_json_object(file.readline()))
+            return json_object(file.readline())
 
 
 _decode_choice = json_decoder(_Choice).decode

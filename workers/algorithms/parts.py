@@ -437,7 +437,7 @@ class PolicyLoss:
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
-    teacher: "Teacher | None" = None
+    teacher: Teacher | None = None
     top: TopOutcomes | None = None  # for a clip that compares more than the drawn tokens
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
@@ -497,9 +497,7 @@ class PolicyLoss:
                 "ratio_squared": ratio_A.square(),
                 **teacher_A,
             }
-            sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
-            self.stats = dict(zip(terms, sums.unbind(), strict=True))
-            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
+            self.stats = _sums_over(counts_A, terms, ratio_A) | {"loss": total.detach(), "tokens": counts_A.sum()}
         return total
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
@@ -571,10 +569,14 @@ class ValueLoss:
                 "return_squared": self.return_A.square(),
                 "error_squared": (self.old_value_A - self.return_A).square(),
             }
-            sums = torch.stack([term.to(loss_A) for term in terms.values()]) @ counts_A.to(loss_A)
-            self.stats = dict(zip(terms, sums.unbind(), strict=True))
-            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
+            self.stats = _sums_over(counts_A, terms, loss_A) | {"loss": total.detach(), "tokens": counts_A.sum()}
         return total
+
+
+def _sums_over(counts_A: Tensor, terms: Mapping[str, Tensor], like_A: Tensor) -> dict[str, Tensor]:
+    """Return each term's sum over the tokens that count, in the element type of `like_A`: one product for them all."""
+    sums = torch.stack([term.to(like_A) for term in terms.values()]) @ counts_A.to(like_A)
+    return dict(zip(terms, sums.unbind(), strict=True))
 
 
 def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEstimator) -> Tensor:

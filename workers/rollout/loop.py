@@ -27,7 +27,7 @@ from workers.engines.base import SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
 from workers.rank.context import LOADING, STARTING, WorkerContext
-from workers.rank.device_turn import WAITING, Patience, TurnHolder, open_turn, wait_for_devices
+from workers.rank.device_turn import WAITING, TurnHolder, YieldRule, open_turn, wait_for_devices
 from workers.records.samples import SampleLog, kept_groups
 from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
@@ -63,7 +63,6 @@ class Feeder:
         self._needed: Version | None = None
         self._stopped = False
         self._failure: Exception | None = None
-        self._closed = False
         self._asking_since: float | None = None
         self._closing = threading.Event()
         self._monitor = StallMonitor(producers_timeout_s=0.0)
@@ -83,7 +82,7 @@ class Feeder:
                 return False
             gated = self._needed is not None and self._needed > self._version
             since = self._asking_since
-            silent = since is not None and time.monotonic() - since >= Patience.PARKED_S
+            silent = since is not None and time.monotonic() - since >= YieldRule.PARKED_S
             return self._stopped or (self._num_rows > 0 and (gated or silent))
 
     def needed_version(self) -> Version | None:
@@ -112,7 +111,6 @@ class Feeder:
         """End the thread once its pending request is answered; idempotent."""
         self._closing.set()
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
 
     def _lease_until_closed(self) -> None:
@@ -126,7 +124,7 @@ class Feeder:
     def _may_ask(self) -> bool:
         """Wait until there is something to lease; return False when there never will be."""
         with self._changed:
-            while not self._closed and not self._stopped:
+            while not self._closing.is_set() and not self._stopped:
                 gated = self._needed is not None and self._needed > self._version
                 if self._num_rows > 0 and not gated:
                     return True
@@ -282,7 +280,7 @@ class RolloutLoop:
     # keeps its responses and leases, leases more, and serves users' code, which needs no device.
 
     def _stays_awake(self, turn: TurnHolder) -> bool:
-        """Return whether the loop may go on and draw; False: look again."""
+        """Return whether the loop may draw; False: look again."""
         if self._awake:
             at_once = turn.wanted_at_once or self._config.schedule.mode.interrupts_for_turns
             if turn.wanted and (at_once or self._is_idle()):
@@ -458,7 +456,7 @@ class RolloutLoop:
         self._context.report_state("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
             if turn is not None and turn.wanted:
-                self._wake.wait(Patience.PARKED_S)
+                self._wake.wait(YieldRule.PARKED_S)
                 return
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass

@@ -10,6 +10,8 @@ from workers.agents.turns import ChatRequest, Reply
 
 Body = dict[str, Any]
 
+_PIECE_CHARACTERS = 200
+
 
 @dataclass(frozen=True)
 class FinishedTurn:
@@ -27,9 +29,8 @@ class FinishedTurn:
 class SessionMemory:
     """What later requests of a session may refer to."""
 
-    answers: dict[str, FinishedTurn] = field(
-        default_factory=dict
-    )  # finished turns by id, for APIs whose requests name them
+    # Finished turns by id, for APIs whose requests name them
+    answers: dict[str, FinishedTurn] = field(default_factory=dict)
     # Of each tool call by its id, verbatim as the model drew them
     arguments: dict[str, str] = field(default_factory=dict)
 
@@ -70,5 +71,6 @@ def event(value: Body) -> bytes:
     return b"".join((name, b"data: ", msgspec.json.encode(value), b"\n\n"))
 
 
-def pieces(text: str, num_characters: int = 200) -> Iterator[str]:
-    return (text[start : start + num_characters] for start in range(0, len(text), num_characters))
+def pieces(text: str) -> Iterator[str]:
+    """Cut a finished text into the chunks that a streaming client receives."""
+    return (text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS))
