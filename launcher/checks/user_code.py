@@ -26,9 +26,10 @@ from workers.rewards.group_filter import FIELD as FILTER
 from workers.rewards.load_reward import check_reward
 from workers.rewards.pooled import GroupPool, PooledReward, is_url
 from workers.settings.algorithms import ZERO_VARIANCE
+from workers.settings.data import DataConfig
 from workers.settings.openai import UPDATE_ARGUMENTS
 from workers.settings.rollout import FUNCTIONS, of_rollout
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 from workers.tasks.row import ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def users_functions(config: RunConfig, here: Roles) -> Iterator[tuple[str, str, 
 
 
 def _scoring_role(config: RunConfig) -> str:
-    return "reward" if "reward" in config.roles else "rollout"
+    return next((role for role in ("reward", "rollout") if role in config.roles), "evaluate")
 
 
 def check_names(config: RunConfig, here: Roles = all_roles) -> None:
@@ -116,11 +117,9 @@ def try_users_code(
 ) -> None:
     """Import and call the user's functions, as the run will; raises ConfigError.
 
-    `row`, `shown`: the first prompt, as the data has it and as the model gets it; None: prompts are fed.
+    `row`, `shown`: see `launcher.checks.environments.RowsToCheck`.
     """
     try_functions(config, here)
-    if row is not None and row.completion is not None:
-        return  # SFT: there is no response to reward
     if row is not None and shown is not None and here(_scoring_role(config)):
         try_rewards(config, row, shown)
     if row is not None and here("rollout"):
@@ -166,9 +165,17 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
                 group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {row.describe_place(config.data)}: its prompt, and its ground truth as the "
-            f"response); correct the function: it must score any response"
+            f"{error} (a trial call with {row.describe_place(_tried_data(config))}: its prompt, and its ground truth "
+            f"as the response); correct the function: it must score any response"
         ) from error
+
+
+def _tried_data(config: RunConfig) -> DataConfig:
+    """Return the data whose first row rewards are tried with: held-out prompts if no others are answered."""
+    if "rollout" in config.roles:
+        return config.data
+    name, first = next(iter(config.evaluate.named_sets().items()))
+    return first.prompts(config.data, key=key_of_set(name))
 
 
 def try_rollout(config: RunConfig, row: PromptRow) -> None:

@@ -467,7 +467,7 @@ def load_config(
     resolved["teacher"] = teacher.model_copy(update={"sources": taught})
     model = config.reward.model
     if model is not None:
-        located = _located(model, "reward.model", source, options, used=True)
+        located = _located(model, "reward.model", source, options, used=not evaluates)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     if config.lora is not None and config.lora.path is not None and not evaluates:
         path = _absolute(config.lora.path, "lora.path", source, given={"lora", "lora.path"} & options.keys() != set())

@@ -22,7 +22,7 @@ from asyncflow.job import GangSpec
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE
 from launcher.checks.environments import RowsToCheck, check_gangs, has_launchers_interpreter
-from launcher.checks.models import check_positions
+from launcher.checks.models import check_positions, check_tensor_parallel
 from launcher.checks.placement import HEAD, Devices, place_gangs
 from launcher.checks.preflight import check_held_out, usable_devices
 from launcher.checks.proof_cache import check_proven
@@ -115,6 +115,7 @@ def accept_evaluation(
     check_names(own, here)
     check_model_dir(Path(own.model.path))
     check_positions(own)
+    check_tensor_parallel(own)
     try:
         rows = check_held_out(own)
     except UserCodeFailed as error:  # before the start, failing user code is a user error
@@ -183,7 +184,7 @@ def table_of(line: Mapping[str, Any], sets: Sequence[str]) -> list[tuple[str, ..
                 f"{own['reward_mean']:.3f}",
                 f"{own['response_tokens_mean']:.1f}",
                 f"{own['truncated_fraction']:.3f}",
-                f"{own['num_samples']}",
+                f"{own['num_samples']}" + (f", {failed} without a score" if (failed := own["reward_failures"]) else ""),
             )
         )
     return rows

@@ -141,7 +141,8 @@ class Accepted:
         for note in self.checked.notes:
             output.say(f"note: {note}")
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        compared, chunk = self.place.count > 1 or bool(config.launcher.external_gangs), self.checked.first_chunk
+        compared = self.place.count > 1 or bool(config.launcher.external_gangs)
+        chunk = self.checked.rows_to_check.first_chunk
         identity = find_identity(config, chunk) if compared else software()
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)

@@ -171,7 +171,7 @@ def test_interpreter_whose_libraries_make_other_tokens_is_told_by_what_differs(t
         (bare, r"has no AsyncFlow"),
     ):
         checked = check_run(quickstart(f"launcher.environments={{rollout: {python}}}"))
-        identity = find_identity(checked.config, checked.first_chunk)
+        identity = find_identity(checked.config, checked.rows_to_check.first_chunk)
         assert set(identity) >= {"AsyncFlow version", "wire format", "end tokens", "first chunk of the data"}
 
         def check(one: Any = checked) -> None:
