@@ -59,17 +59,22 @@ def users_functions(config: RunConfig, here: Roles) -> Iterator[tuple[str, str, 
 
 
 def _scoring_role(config: RunConfig) -> str:
-    return next((role for role in ("reward", "rollout") if role in config.roles), "evaluate")
+    """Return the role that scores what is trained; evaluators score their own responses."""
+    return "reward" if "reward" in config.roles else "rollout"
+
+
+def _any_here(config: RunConfig, here: Roles, *roles: str) -> bool:
+    return any(role in config.roles and here(role) for role in roles)
 
 
 def check_names(config: RunConfig, here: Roles = all_roles) -> None:
     """Check that each function, class and program that a setting names exists; imports nothing of it."""
-    if here(_scoring_role(config)):
+    if _any_here(config, here, _scoring_role(config), "evaluate"):
         check_reward(config.reward)
     for key, name, _ in users_functions(config, here):
         check_function(name, field=key)
     own = config.rollout
-    if not (own.is_own and here("rollout")):
+    if not (own.is_own and _any_here(config, here, "rollout", "evaluate")):
         return
     for key, function in (("rollout.function", own.function), ("rollout.agent", own.agent)):
         if function is not None and function not in FUNCTIONS.built_in:
@@ -89,7 +94,7 @@ def check_rollout_code(config: RunConfig, here: Roles = all_roles) -> None:
         ConfigError: a function cannot be used, or the model's chat template ignores tools.
     """
     own = config.rollout
-    if not (own.is_own and here("rollout")):
+    if not (own.is_own and _any_here(config, here, "rollout", "evaluate")):
         return
     settings = {
         "model_dir": str(Path(config.model.path)),
@@ -120,9 +125,9 @@ def try_users_code(
     `row`, `shown`: see `launcher.checks.environments.RowsToCheck`.
     """
     try_functions(config, here)
-    if row is not None and shown is not None and here(_scoring_role(config)):
+    if row is not None and shown is not None and _any_here(config, here, _scoring_role(config), "evaluate"):
         try_rewards(config, row, shown)
-    if row is not None and here("rollout"):
+    if row is not None and _any_here(config, here, "rollout", "evaluate"):
         try_rollout(config, row)
 
 

@@ -123,7 +123,7 @@ def accept_evaluation(
     check_rollout_code(own, here)
     check_proven(own, [ROLE])
     check_gangs(own, gangs, HEAD, device=devices.kind, rows=rows)
-    if rows.first_row is not None and rows.first_prompt is not None:
+    if rows.first_row is not None and rows.first_prompt is not None and here(ROLE):
         try_rewards(own, rows.first_row, rows.first_prompt)
     target = user_path(run_dir, "--run-dir") if run_dir is not None else default_run_dir(own.name, datetime.now())
     check_new_run_dir(target)
