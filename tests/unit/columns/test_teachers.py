@@ -15,7 +15,6 @@ from workers.rows.packed_rows import Sequences
 from workers.settings.run import RunConfig
 from workers.tasks import column_tasks
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import TeacherLogProbs
 
 FACTORS = {"sums": -1.0, "products": -100.0, "": -10_000.0}
 """Of each source's teacher; the last one's is the other rows'."""

@@ -198,7 +198,7 @@ NO_TRUTH = "data.ground_truth_field=null"
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH,), "evaluate.ground_truth_field: null"),
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "evaluate.ground_truth_field=answer"), ""),
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "reward.function=rewards:of_mine"), ""),
-        ("quickstart-sft-cpu", "actor:1", ("reward.model={path: quickstart/reward_model}",), "reward.model: has nothing to do"),
+        ("quickstart-sft-cpu", "actor:1", ("reward.model={path: quickstart/reward_model}",), "reward.model: has noth"),
         ("quickstart", "rollout:1,actor:1", (NO_TRUTH,), "data.ground_truth_field: null cannot be used"),
         ("quickstart-reward-model-cpu", "rollout:1,actor:1,reward:1", (NO_TRUTH,), ""),
         (
