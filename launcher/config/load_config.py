@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -487,6 +488,13 @@ def load_config(
     # Again: only now are the settings of users' own classes resolved.
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     return config
+
+
+def with_template_time(config: RunConfig, told: str | None = None) -> RunConfig:
+    """Return the configuration with the time that chat templates see in all processes: its own, else `told`, else
+    now."""
+    time = config.data.template_time or told or datetime.now().isoformat(timespec="seconds")
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})})
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:

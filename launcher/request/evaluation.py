@@ -27,7 +27,7 @@ from launcher.checks.placement import HEAD, Devices, place_gangs
 from launcher.checks.preflight import check_held_out, usable_devices
 from launcher.checks.proof_cache import check_proven
 from launcher.checks.user_code import check_names, check_rollout_code, try_rewards
-from launcher.config.load_config import load_config
+from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.config.rules import OF_EVALUATIONS, check_rules
 from launcher.process.progress import Output
@@ -106,7 +106,7 @@ def accept_evaluation(
     loaded = load_config(source, overrides=(*overrides, f"model.path={found}"), evaluates=True)
     # The weights are whole, nothing follows them, and no other role has the devices at times.
     changes = {"roles": {ROLE: ranks}, "colocated": (), "lora": None, "name": f"evaluate-{loaded.name}"}
-    own = loaded.model_copy(update=changes)
+    own = with_template_time(loaded.model_copy(update=changes))
     search_beside(own.code_directory)
     check_rules(own, OF_EVALUATIONS)
     devices = usable_devices(own)

@@ -27,7 +27,7 @@ from launcher.checks.environments import check_gangs, find_identity, has_launche
 from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Cluster, Preflight, check_node, check_run
 from launcher.checks.user_code import try_users_code
-from launcher.config.load_config import load_config
+from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
@@ -353,13 +353,9 @@ class Request:
             plan = self._plan_roles(source, roles)
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
         config = load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called)
-        if config.data.template_time is None:
-            # A resumed run keeps the time that templates were given, so that its prompts stay the same.
-            told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
-            now = datetime.now().isoformat(timespec="seconds")
-            data = config.data.model_copy(update={"template_time": told or now})
-            config = config.model_copy(update={"data": data})
-        return _Loaded(source, config, plan)
+        # A resumed run keeps the time that templates were given, so that its prompts stay the same.
+        told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
+        return _Loaded(source, with_template_time(config, told), plan)
 
     def _plan_roles(self, source: Path, roles: str) -> "Plan":
         """Return the best plan; print its options and its prediction."""

@@ -83,7 +83,8 @@ def test_what_would_make_every_answer_wrong_or_end_late_is_refused(override: str
 
 def test_a_reward_model_that_evaluations_do_not_use_is_not_looked_for(tmp_path: Path) -> None:
     unread = "reward.model={path: nowhere/model}"
-    accept_evaluation(str(MODEL), "quickstart", overrides=[unread], ranks=1, run_dir=str(tmp_path / "out"))
+    accepted = accept_evaluation(str(MODEL), "quickstart", overrides=[unread], ranks=1, run_dir=str(tmp_path / "out"))
+    assert accepted.config.data.template_time is not None, "all instances tell templates the same time"
 
 
 @pytest.mark.parametrize("override", ["lora.path=somewhere", "lora={rank: 4}", "model.path=somewhere"])
