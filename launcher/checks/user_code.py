@@ -161,7 +161,7 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
             with closing(PooledReward(config.reward)) as reward:
                 reward.until_ready()
                 reward(one)
-        if config.reward.group_function is not None:
+        if config.reward.group_function is not None and "rollout" in config.roles:  # evaluators do not call it
             size = config.schedule.n_samples_per_prompt
             with closing(GroupPool(config.reward)) as group:
                 group.until_ready()

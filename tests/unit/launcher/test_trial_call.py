@@ -40,6 +40,9 @@ def ranks(members, task):
 def ranks_one(members):
     return [0.0]
 
+def ranks_none(members):
+    raise ValueError("fewer than two")
+
 def keep(row):
     return 1.0
 """
@@ -69,6 +72,13 @@ def test_with_sft_it_is_called_with_the_first_held_out_prompt(roles: str, is_tri
             try_users_code(config, rows.first_row, rows.first_prompt)
     else:
         try_users_code(config, rows.first_row, rows.first_prompt)
+
+
+def test_with_sft_a_group_function_that_nothing_calls_is_not_tried() -> None:
+    settings = ("launcher.device=cpu", "reward.group_function=tried_rewards:ranks_none")
+    config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles="actor:1,evaluate:1")
+    rows = check_run(config).rows_to_check
+    try_users_code(config, rows.first_row, rows.first_prompt)
 
 
 def test_it_is_called_with_the_first_prompt_and_its_own_ground_truth() -> None:
