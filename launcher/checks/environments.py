@@ -58,7 +58,8 @@ class RowsToCheck(NamedTuple):
     """Rows that the checks of a run's data found.
 
     Attributes:
-        first_row, first_prompt: the first row as the data has it and as the model gets it; None: prompts are fed.
+        first_row, first_prompt: the first row whose responses are scored, as the data has it and as the model gets it,
+            with SFT of the held-out prompts; None: prompts are fed, or none are answered.
         first_chunk: with which interpreters and nodes are compared; empty for a source and for fed prompts.
     """
 

@@ -67,7 +67,7 @@ def check_models(config: RunConfig, *, has_ipc: bool = False) -> Models:
     check_reward_model(config)
     check_positions(config)
     others = _check_scorers(config)
-    _check_tensor_parallel(config)
+    check_tensor_parallel(config)
     if "actor" in config.roles:
         config.actor.check_fsdp_size(config.roles["actor"])
         if config.algorithm.has_critic:
@@ -245,7 +245,7 @@ def _check_rotary(config: RunConfig, path: Path, *, key: str) -> None:
     longest = max(
         config.rollout.max_context_tokens,
         *(config.data.max_prompt_tokens + each.max_response_tokens for each in config.generating().values()),
-        0,
+        config.data.max_prompt_tokens,  # of SFT, whose rows are that long
     )
     if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
         raise ConfigError(
@@ -255,7 +255,7 @@ def _check_rotary(config: RunConfig, path: Path, *, key: str) -> None:
         )
 
 
-def _check_tensor_parallel(config: RunConfig) -> None:
+def check_tensor_parallel(config: RunConfig) -> None:
     """Refuse a model that vLLM cannot divide."""
     size = max(map(config.ranks_per_instance, config.roles))
     if size == 1:
@@ -298,7 +298,7 @@ def _check_head(path: Path) -> None:
 def _check_length(config: RunConfig, path: Path, *, key: str) -> None:
     """Refuse a model with fewer positions than the policy's samples may have: what it computes would be noise."""
     what, settings = "prompt and response", "data.max_prompt_tokens + rollout.max_response_tokens); lower these"
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_sample
     if config.rollout.is_own:
         what, settings = "a turn with what came before it", "rollout.max_context_tokens); lower that"
         longest = config.rollout.max_context_tokens or max_positions(Path(config.model.path)) or 0

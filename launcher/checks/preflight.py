@@ -53,6 +53,7 @@ class Data(NamedTuple):
 
     num_prompts: int | None
     num_held_out: int
+    first_prompt: ShownPrompt | None
     rows: RowsToCheck
 
 
@@ -93,13 +94,13 @@ class Preflight:
         tasks: what the queue serves, with fused tasks folded in.
         num_prompts: rows of the data; None: an endless source makes them, or they are fed.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
-        first_row, first_prompt: the first row as the data has it and as the model gets it; None: prompts are fed.
+        first_prompt: the first row as the model gets it; None: prompts are fed.
+        rows_to_check: what this machine's interpreters are checked with.
         num_parameters: elements in the model's files; tied weights count once.
         num_reward_parameters: elements in the reward model's files; 0 without a reward model.
         others: sizes of models that only score and are not the policy.
         memory: what each role's ranks need on their devices; see `device_memory`.
         notes: lines about settings that are valid but may not be what the user intended.
-        first_chunk: see `launcher.checks.environments.RowsToCheck`.
     """
 
     config: RunConfig
@@ -108,8 +109,8 @@ class Preflight:
     tasks: tuple[PlacedTask, ...]
     num_prompts: int | None
     num_held_out: int
-    first_row: PromptRow | None
     first_prompt: ShownPrompt | None
+    rows_to_check: RowsToCheck
     num_parameters: int
     trained: Trained
     num_reward_parameters: int = 0
@@ -117,11 +118,6 @@ class Preflight:
     memory: Mapping[str, Parts] = field(default_factory=dict)
     num_nodes: int = 1
     notes: tuple[str, ...] = ()
-    first_chunk: tuple[PromptRow, ...] = ()
-
-    @property
-    def rows_to_check(self) -> RowsToCheck:
-        return RowsToCheck(self.first_row, self.first_prompt, self.first_chunk)
 
     @property
     def version_bytes(self) -> int:
@@ -152,10 +148,9 @@ def check_run(
     models, data = _check_files(config, devices, here, say)
     notes = start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0)))
     return Preflight(
-        config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.rows.first_row,
-        data.rows.first_prompt, models.num_parameters, models.trained, models.num_reward_parameters, models.others,
-        models.memory,
-        num_nodes=num_nodes, notes=(*notes, *models.notes), first_chunk=data.rows.first_chunk,
+        config, devices, gangs, tasks, data.num_prompts, data.num_held_out, data.first_prompt, data.rows,
+        models.num_parameters, models.trained, models.num_reward_parameters, models.others, models.memory,
+        num_nodes=num_nodes, notes=(*notes, *models.notes),
     )  # fmt: skip
 
 
@@ -236,14 +231,17 @@ def _check_data(config: RunConfig) -> Data:
     try:
         num_rows, rows = _training_rows(config)
         held_out = held_out_sets(config) if "evaluate" in config.roles else {}
-        first_prompt = _check_rows(config, rows, held_out)
+        first_prompt, first_held_out = _check_rows(config, rows, held_out)
         if config.data.sampler is not None and first_prompt is not None:
             kept = first_prompt.num_kept if config.data.source is None else None
             try_sampler(config.data, size=kept or num_rows, seed=config.seed)
     except UserCodeFailed as error:  # before the start, failing user code is a user error
         raise ConfigError(str(error)) from error
     chunk = () if config.data.source is not None else tuple(rows[:CHUNK])
-    return Data(num_rows, sum(map(len, held_out.values())), RowsToCheck(rows[0] if rows else None, first_prompt, chunk))
+    tried = rows[0] if rows else None, first_prompt
+    if config.algorithm.is_supervised:  # responses, which rewards score, are those to held-out prompts
+        tried = next(iter(held_out.values()))[0] if held_out else None, first_held_out
+    return Data(num_rows, sum(map(len, held_out.values())), first_prompt, RowsToCheck(*tried, chunk))
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
@@ -260,23 +258,22 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
 
 def _check_rows(
     config: RunConfig, rows: list[PromptRow], held_out: Mapping[str, list[PromptRow]]
-) -> ShownPrompt | None:
+) -> tuple[ShownPrompt | None, ShownPrompt | None]:
+    """Return the first row and the first held-out prompt, as far as there are any and templates make them."""
     if config.rollout.is_own:
-        return _as_given(rows[0]) if rows else None
+        return _as_given(rows[0]) if rows else None, None
     model_dir, data = Path(config.model.path), config.data
     supervised = data.completion_field is not None and rows  # rows of a feed come later
     first_row = check_supervised(rows, data, model_dir=model_dir) if supervised else None
     if first_row is not None and not held_out:
-        return first_row
+        return first_row, None
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
         if not rows:  # prompts are fed later
             check_ends(data, tokenizer)
         first_prompt = first_row
         if first_prompt is None and rows:
             first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer)
-        if held_out:
-            _check_sets(config, held_out, tokenizer)
-        return first_prompt
+        return first_prompt, _check_sets(config, held_out, tokenizer) if held_out else None
 
 
 def _as_given(row: PromptRow) -> ShownPrompt:

@@ -52,7 +52,8 @@ def _idle_sampling(config: RunConfig) -> list[str]:
     if not config.algorithm.is_supervised:
         return []
     # Evaluations inherit how to draw, not the engine.
-    unread = {"engine", "engine_options"} if "evaluate" in config.roles else {*RolloutConfig.model_fields}
+    unread = {"engine", "engine_options", "keep_sampling_mask", "truncated"}
+    unread = unread if "evaluate" in config.roles else {*RolloutConfig.model_fields}
     unread -= {"max_response_tokens"} | ({"engine"} if config.actor.engine == "sim" else set())
     fields = {name: field for name, field in RolloutConfig.model_fields.items() if name in unread}
     return [

@@ -27,9 +27,10 @@ from workers.rewards.group_filter import FIELD as FILTER
 from workers.rewards.load_reward import check_reward
 from workers.rewards.pooled import GroupPool, PooledReward, is_url
 from workers.settings.algorithms import ZERO_VARIANCE
+from workers.settings.data import DataConfig
 from workers.settings.openai import UPDATE_ARGUMENTS
 from workers.settings.rollout import FUNCTIONS, of_rollout
-from workers.settings.run import RunConfig
+from workers.settings.run import RunConfig, key_of_set
 from workers.tasks.row import ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -59,17 +60,22 @@ def users_functions(config: RunConfig, here: Roles) -> Iterator[tuple[str, str, 
 
 
 def _scoring_role(config: RunConfig) -> str:
+    """Return the role that scores what is trained; evaluators score their own responses."""
     return "reward" if "reward" in config.roles else "rollout"
+
+
+def _any_here(config: RunConfig, here: Roles, *roles: str) -> bool:
+    return any(role in config.roles and here(role) for role in roles)
 
 
 def check_names(config: RunConfig, here: Roles = all_roles) -> None:
     """Check that each function, class and program that a setting names exists; imports nothing of it."""
-    if here(_scoring_role(config)):
+    if _any_here(config, here, _scoring_role(config), "evaluate"):
         check_reward(config.reward)
     for key, name, _ in users_functions(config, here):
         check_function(name, field=key)
     own = config.rollout
-    if not (own.is_own and here("rollout")):
+    if not (own.is_own and _any_here(config, here, "rollout", "evaluate")):
         return
     for key, function in (("rollout.function", own.function), ("rollout.agent", own.agent)):
         if function is not None and function not in FUNCTIONS.built_in:
@@ -89,7 +95,7 @@ def check_rollout_code(config: RunConfig, here: Roles = all_roles) -> None:
         ConfigError: a function cannot be used, or the model's chat template ignores tools.
     """
     own = config.rollout
-    if not (own.is_own and here("rollout")):
+    if not (own.is_own and _any_here(config, here, "rollout", "evaluate")):
         return
     entry = Entry("workers.agents.agent_checks:usable", {"setup": msgspec.to_builtins(_setup(config))})
     pool = CallPool(entry, what="rollout", limit="", timeout_s=60.0, concurrency=1)
@@ -107,14 +113,12 @@ def try_users_code(
 ) -> None:
     """Import and call the user's functions, as the run will; raises ConfigError.
 
-    `row`, `shown`: the first prompt, as the data has it and as the model gets it; None: prompts are fed.
+    `row`, `shown`: see `launcher.checks.environments.RowsToCheck`.
     """
     try_functions(config, here)
-    if row is not None and row.completion is not None:
-        return  # SFT: there is no response to reward
-    if row is not None and shown is not None and here(_scoring_role(config)):
+    if row is not None and shown is not None and _any_here(config, here, _scoring_role(config), "evaluate"):
         try_rewards(config, row, shown)
-    if row is not None and here("rollout"):
+    if row is not None and _any_here(config, here, "rollout", "evaluate"):
         try_rollout(config, row)
 
 
@@ -148,7 +152,7 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
             with closing(PooledReward(config.reward)) as reward:
                 reward.until_ready()
                 reward(one)
-        if config.reward.group_function is not None:
+        if config.reward.group_function is not None and "rollout" in config.roles:  # evaluators do not call it
             size = config.schedule.n_samples_per_prompt
             with closing(GroupPool(config.reward)) as group:
                 group.until_ready()
@@ -157,9 +161,17 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
                 group.reward(one.prompt, text, one.task, [member] * size, [one.token_ids] * size).result()
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {row.describe_place(config.data)}: its prompt, and its ground truth as the "
-            f"response); correct the function: it must score any response"
+            f"{error} (a trial call with {row.describe_place(_tried_data(config))}: its prompt, and its ground truth "
+            f"as the response); correct the function: it must score any response"
         ) from error
+
+
+def _tried_data(config: RunConfig) -> DataConfig:
+    """Return the data whose first row rewards are tried with: held-out prompts if no others are answered."""
+    if "rollout" in config.roles:
+        return config.data
+    name, first = next(iter(config.evaluate.named_sets().items()))
+    return first.prompts(config.data, key=key_of_set(name))
 
 
 def try_rollout(config: RunConfig, row: PromptRow) -> None:

@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -467,7 +468,7 @@ def load_config(
     resolved["teacher"] = teacher.model_copy(update={"sources": taught})
     model = config.reward.model
     if model is not None:
-        located = _located(model, "reward.model", source, options, used=True)
+        located = _located(model, "reward.model", source, options, used=not evaluates)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     if config.lora is not None and config.lora.path is not None and not evaluates:
         path = _absolute(config.lora.path, "lora.path", source, given={"lora", "lora.path"} & options.keys() != set())
@@ -487,6 +488,13 @@ def load_config(
     # Again: only now are the settings of users' own classes resolved.
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     return config
+
+
+def with_template_time(config: RunConfig, told: str | None = None) -> RunConfig:
+    """Return the configuration with the time that chat templates see in all processes: its own, else `told`, else
+    now."""
+    time = config.data.template_time or told or datetime.now().isoformat(timespec="seconds")
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})})
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:

@@ -77,6 +77,19 @@ def _sets(run: RunConfig) -> list[SamplingConfig]:
     return [one.sampling(run.rollout) for one in run.evaluate.named_sets().values()]
 
 
+def _is_compared(run: RunConfig) -> bool:
+    """Whether a built-in function, which compares with the ground truth, scores responses."""
+    return not (run.reward.is_users or run.rollout.is_own)
+
+
+def _held_out_without_truth(run: RunConfig) -> str:
+    """Return the section of held-out prompts whose responses would be compared with nothing, so that none is right."""
+    if "evaluate" not in run.roles or not _is_compared(run) or run.data.ground_truth_field is not None:
+        return ""
+    named = run.evaluate.named_sets().items()
+    return next((key_of_set(name) for name, one in named if one.ground_truth_field is None), "")
+
+
 def _unknown_outside(run: RunConfig) -> tuple[str, str, str] | None:
     """Return a setting that processes outside do not receive, their roles, and the role that would receive it."""
     outside = run.outside_roles
@@ -183,8 +196,16 @@ OF_EVALUATIONS: Rules = {
     "this": lambda run: "evaluate" in run.roles and _idle_system_prompt(run),
     "evaluate.sets: they draw in different ways, which evaluate.engine {evaluate.engine} cannot; give all the same "
     "temperature, top_p and top_k": lambda run: (
-        "evaluate" in run.roles and ":" in run.evaluate.engine and len({one.draws_by for one in _sets(run)}) > 1
+        "evaluate" in run.roles
+        and run.evaluate.engine not in ("hf", "vllm")
+        and len({one.draws_by for one in _sets(run)}) > 1
     ),
+    "{found}.ground_truth_field: null, like data.ground_truth_field, but evaluations score with reward.function "
+    "{reward.function} alone, which compares responses with the ground truth; name the field, or a reward that needs "
+    "none (module:function, a URL)": _held_out_without_truth,
+    "vllm.max_model_len: {vllm.max_model_len} is less than data.max_prompt_tokens {data.max_prompt_tokens} and "
+    "{found[0]}.max_response_tokens {found[1]} together; set it to {found[2]} or more, or "
+    "leave it out": _too_long_for_vllm,
     "evaluate.sets: their max_response_tokens differ, but the replies of {found} have one limit; leave them out": (
         lambda run: (
             "evaluate" in run.roles
@@ -208,6 +229,8 @@ AT_START: Rules = {
     "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
     "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the KL penalty "
     "is part of the reward; leave it out": lambda run: "actor_fwd" in run.roles and not run.needs_old_log_probs,
+    "reward.model: has nothing to do because algorithm.name {algorithm.name} rewards nothing, and evaluations score "
+    "with reward.function alone; remove it": lambda run: run.algorithm.is_supervised and run.reward.model,
     "roles: 'reward' is missing, which computes with reward.model; add it (--roles {found},reward:1), or remove "
     "reward.model": lambda run: run.reward.model is not None and "reward" not in run.roles and run.roles_text,
     **OF_EVALUATIONS,
@@ -292,9 +315,6 @@ AT_START: Rules = {
     ),
     "openai.weights_dir: {openai.weights_dir!r} is not absolute, but the servers read it under this name; write the "
     "path out, from /": lambda run: run.rollout.engine == "openai" and not run.openai.weights_dir.startswith("/"),
-    "vllm.max_model_len: {vllm.max_model_len} is less than data.max_prompt_tokens {data.max_prompt_tokens} and "
-    "{found[0]}.max_response_tokens {found[1]} together; set it to {found[2]} or more, or "
-    "leave it out": _too_long_for_vllm,
     "ref.engine: {ref.engine} divides a copy over ranks; set {found} to 2 or more, or ref.engine to hf": lambda run: (
         run.roles.keys() & {"ref", "actor_fwd"}
         and run.ref.ranks_per_copy == 1
@@ -367,7 +387,8 @@ AT_START: Rules = {
     "with the ground truth; name the field, or a reward that needs none (module:function, "
     "a URL, reward.model)": lambda run: (
         run.data.ground_truth_field is None
-        and not (run.reward.is_users or run.reward.group_function or run.reward.model or run.rollout.is_own)
+        and _is_compared(run)
+        and not (run.reward.group_function or run.reward.model or run.algorithm.is_supervised)
     ),
     "algorithm.group_filter: zero_variance cannot be used with reward.model, under which the rewards of a group are "
     "practically never all equal; set it to null": lambda run: (

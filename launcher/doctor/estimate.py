@@ -224,12 +224,10 @@ def queue_bytes(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    drawn, algorithm = config.rollout.max_response_tokens, config.algorithm
+    drawn, algorithm = config.longest_sample - config.data.max_prompt_tokens, config.algorithm
     others = algorithm.num_top_log_probs + getattr(algorithm, "top_k", 0)  # (the latter: of a teacher)
     kept = config.rollout.top_k if config.rollout.keeps_mask else 0
-    return (config.data.max_prompt_tokens + drawn) * _TOKEN_BYTES + drawn * (
-        others * _OTHER_TOKEN_BYTES + kept * _KEPT_TOKEN_BYTES
-    )
+    return config.longest_sample * _TOKEN_BYTES + drawn * (others * _OTHER_TOKEN_BYTES + kept * _KEPT_TOKEN_BYTES)
 
 
 def _reward_model_bytes(checked: Preflight) -> int:

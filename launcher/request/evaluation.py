@@ -22,12 +22,12 @@ from asyncflow.job import GangSpec
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE
 from launcher.checks.environments import RowsToCheck, check_gangs, has_launchers_interpreter
-from launcher.checks.models import check_positions
+from launcher.checks.models import check_positions, check_tensor_parallel
 from launcher.checks.placement import HEAD, Devices, place_gangs
 from launcher.checks.preflight import check_held_out, usable_devices
 from launcher.checks.proof_cache import check_proven
 from launcher.checks.user_code import check_names, check_rollout_code, try_rewards
-from launcher.config.load_config import load_config
+from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.config.rules import OF_EVALUATIONS, check_rules
 from launcher.process.progress import Output
@@ -106,7 +106,7 @@ def accept_evaluation(
     loaded = load_config(source, overrides=(*overrides, f"model.path={found}"), evaluates=True)
     # The weights are whole, nothing follows them, and no other role has the devices at times.
     changes = {"roles": {ROLE: ranks}, "colocated": (), "lora": None, "name": f"evaluate-{loaded.name}"}
-    own = loaded.model_copy(update=changes)
+    own = with_template_time(loaded.model_copy(update=changes))
     search_beside(own.code_directory)
     check_rules(own, OF_EVALUATIONS)
     devices = usable_devices(own)
@@ -115,6 +115,7 @@ def accept_evaluation(
     check_names(own, here)
     check_model_dir(Path(own.model.path))
     check_positions(own)
+    check_tensor_parallel(own)
     try:
         rows = check_held_out(own)
     except UserCodeFailed as error:  # before the start, failing user code is a user error
@@ -122,7 +123,7 @@ def accept_evaluation(
     check_rollout_code(own, here)
     check_proven(own, [ROLE])
     check_gangs(own, gangs, HEAD, device=devices.kind, rows=rows)
-    if rows.first_row is not None and rows.first_prompt is not None:
+    if rows.first_row is not None and rows.first_prompt is not None and here(ROLE):
         try_rewards(own, rows.first_row, rows.first_prompt)
     target = user_path(run_dir, "--run-dir") if run_dir is not None else default_run_dir(own.name, datetime.now())
     check_new_run_dir(target)
@@ -183,7 +184,7 @@ def table_of(line: Mapping[str, Any], sets: Sequence[str]) -> list[tuple[str, ..
                 f"{own['reward_mean']:.3f}",
                 f"{own['response_tokens_mean']:.1f}",
                 f"{own['truncated_fraction']:.3f}",
-                f"{own['num_samples']}",
+                f"{own['num_samples']}" + (f", {failed} without a score" if (failed := own["reward_failures"]) else ""),
             )
         )
     return rows

@@ -27,7 +27,7 @@ from launcher.checks.environments import check_gangs, find_identity, has_launche
 from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Cluster, Preflight, check_node, check_run
 from launcher.checks.user_code import try_users_code
-from launcher.config.load_config import load_config
+from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
@@ -141,7 +141,8 @@ class Accepted:
         for note in self.checked.notes:
             output.say(f"note: {note}")
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        compared, chunk = self.place.count > 1 or bool(config.launcher.external_gangs), self.checked.first_chunk
+        compared = self.place.count > 1 or bool(config.launcher.external_gangs)
+        chunk = self.checked.rows_to_check.first_chunk
         identity = find_identity(config, chunk) if compared else software()
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
@@ -352,13 +353,9 @@ class Request:
             plan = self._plan_roles(source, roles)
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
         config = load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called)
-        if config.data.template_time is None:
-            # A resumed run keeps the time that templates were given, so that its prompts stay the same.
-            told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
-            now = datetime.now().isoformat(timespec="seconds")
-            data = config.data.model_copy(update={"template_time": told or now})
-            config = config.model_copy(update={"data": data})
-        return _Loaded(source, config, plan)
+        # A resumed run keeps the time that templates were given, so that its prompts stay the same.
+        told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
+        return _Loaded(source, with_template_time(config, told), plan)
 
     def _plan_roles(self, source: Path, roles: str) -> "Plan":
         """Return the best plan; print its options and its prediction."""

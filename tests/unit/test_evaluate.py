@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -74,8 +74,9 @@ class Stopping(threading.Event):
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Evaluator, Weights, Any]]]:
     made: list[Evaluator] = []
 
-    def make(*own: int, seconds: float = 0.001) -> tuple[Evaluator, Weights, Any]:
+    def make(*own: int, seconds: float = 0.001, settings: Sequence[str] = ()) -> tuple[Evaluator, Weights, Any]:
         overrides = [
+            *settings,
             *("evaluate.engine=sim", "rollout.batch_size=8", "rollout.samples_per_step=3", "sim.mean_tokens=4"),
             *(f"sim.decode_s_per_token={seconds}", "rollout.max_response_tokens=64", "evaluate.max_prompts=12"),
         ]
@@ -84,10 +85,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         config = load_config(find_recipe("quickstart"), overrides=overrides)
         context = SimpleNamespace(
             config=config, load_tokenizer=lambda: load_tokenizer(Path(config.model.path)),
-            device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
+            device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0", index=0),
             elapsed_s=0.0, job=SimpleNamespace(lineage=0), last_step=60, timeline=NoTimeline(), stopping=stopping,
-            report_state=lambda *_, **__: None, reward_failed=lambda why: None
+            report_state=lambda *_, **__: None, reward_failed=lambda why: None, warned=[]
         )  # fmt: skip
+        context.warn_user = context.warned.append
         receivers = []
 
         def open_receiver(*_: object, wanted: Any, arrived: Any, best_effort: bool, **__: object) -> Weights:
@@ -123,6 +125,15 @@ def test_each_own_version_is_evaluated_with_its_weights(make: Any, tmp_path: Pat
     samples = lines(tmp_path / "samples" / "evaluate-0.jsonl")
     assert [(line["step"], line["version"], line["index"]) for line in samples] == [
         (step, step, index) for step in (0, 4) for index in range(3)
+    ]
+
+
+def test_prompts_that_are_too_long_to_be_asked_are_told(make: Any, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f'{{"prompt": "{text}=", "answer": "8"}}\n' for text in ("3+5", "1+1+1+1+1+1", "4+4")))
+    _, _, context = make(0, settings=(f"evaluate.path={held_out}",))
+    assert context.warned == [
+        "held-out prompts: 1 of 3 are longer than data.max_prompt_tokens 8, and no evaluation asks them; raise it"
     ]
 
 

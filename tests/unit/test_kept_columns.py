@@ -43,6 +43,7 @@ def test_unchanged_configuration_keeps_everything() -> None:
     [
         ({"rollout": {"temperature": 0.5}}, PROMPT),
         ({"rollout": {"max_response_tokens": 9}}, PROMPT),
+        ({"rollout": {"stop": ["\n"]}}, PROMPT),
         ({"model": {"dtype": "bfloat16"}}, PROMPT),
         ({"reward": {"function": "digits"}}, EVERYTHING - REWARD - {"advantages"}),
         ({"reward": {"model": {"path": "r"}}}, EVERYTHING - REWARD - {"advantages"}),
@@ -83,6 +84,12 @@ def test_log_probabilities_of_a_teacher_hold_while_each_source_has_the_same_one(
     before = config(**TAUGHT)
     now = config(**{name: {**TAUGHT.get(name, {}), **change.get(name, {})} for name in {*TAUGHT, *change}})
     assert usable(now, before=before) & (TEACHER | REFERENCE) == kept
+
+
+def test_rows_of_a_source_that_has_another_name_now_are_put_again() -> None:
+    swapped = [{"name": "products", "path": "s"}, {"name": "sums", "path": "p"}]
+    now = config(**{**TAUGHT, "data": {"path": None, "mixture": swapped}})
+    assert not usable(now, before=config(**TAUGHT)) & {"sources", *TEACHER}, "a teacher is found by the source's name"
 
 
 def test_task_that_is_new_has_written_nothing() -> None:

@@ -314,7 +314,7 @@ class Context:
 
     def skip(self, reason: str) -> None:
         """Give up on this task: its group leaves the run, and the next prompt takes its place."""
-        raise TaskSkipped(reason)
+        raise TaskSkipped(reason or "no reason was given")  # without one, evaluations would take it for an answer
 
     async def call(self, tool_call: Message) -> Message:
         """Call the tool that the policy named; return its result as a message. Exceptions become results as well,

@@ -146,7 +146,7 @@ def memory_of_roles(
     trained = model.trained_parameters(config.lora) if trained is None else trained
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_sample
     references = others.get("ref", (model,))
     for role, ranks in config.roles.items():
         if role == "actor" and config.actor.engine in ("fsdp", "megatron"):

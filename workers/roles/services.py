@@ -35,7 +35,7 @@ from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.records.samples import LeaseLog, kept_groups
 from workers.rows.packed_rows import supervised_columns
-from workers.settings.dataflow import PROMPT_COLUMNS, TEACHER, WEIGHTS
+from workers.settings.dataflow import PROMPT_COLUMNS, SOURCES, TEACHER, WEIGHTS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
@@ -47,7 +47,7 @@ Usable = Callable[[int, int], frozenset[str]]
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
 _SERVING = "serving"
 _OWN = {
-    *("function", "agent", "agent_command", "tools", "keep_sampling_mask"),
+    *("function", "agent", "agent_command", "tools", "models", "stop", "keep_sampling_mask"),
     *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
 }
 _REFERENCE = "ref_log_probs"
@@ -303,10 +303,12 @@ def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usa
         and _same_settings(task.name, before, now)
     ]
     interval = now.algorithm.ref_update_interval
+    # Rows hold the names of their sources, which say whose teacher they have.
+    renamed = {SOURCES} if before.data.source_names != now.data.source_names else set[str]()
 
     @cache
     def usable(partition: int, step: int) -> frozenset[str]:
-        columns = set(prompt_columns(now))
+        columns = set(prompt_columns(now)) - renamed
         reference = reference_step(step, interval)
         other = reference > saved_step or reference != reference_step(partition, interval)
         for task in same:

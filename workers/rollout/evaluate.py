@@ -128,6 +128,7 @@ class Evaluator:
         self._last_own = own[-1]
         tokenizer = context.load_tokenizer()
         self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1))
+        self._tell_too_long()
         self._sampling = sampling = config.evaluate.sampling(config.rollout)
         load = load_generate_engine if share is None else load_generating_model
         context.report_state(STARTING, LOADING)
@@ -310,6 +311,19 @@ class Evaluator:
                 self._arrived.clear()
         return False
 
+    def _tell_too_long(self) -> None:
+        skipped = [
+            f"{one.num_skipped} of {one.num_skipped + one.num_prompts}{f' of {one.name}' if one.name else ''}"
+            for one in self._sets
+            if one.num_skipped
+        ]
+        if skipped and self._context.gang.index == 0:
+            most = self._context.config.data.max_prompt_tokens
+            self._context.warn_user(
+                f"held-out prompts: {', '.join(skipped)} are longer than data.max_prompt_tokens {most}, and no "
+                f"evaluation asks them; raise it"
+            )
+
     def _tell_skipped(self, after: int, before: int) -> None:
         skipped = sorted(step for step in self._own if after < step < before)
         if skipped:
@@ -351,6 +365,7 @@ class HeldOut:
     requests: Sequence[RolloutRequest]
     first_group: int  # prompts of the sets before it
     size: int  # responses per prompt
+    num_skipped: int = 0  # prompts that are too long, and not among these
 
     @property
     def num_prompts(self) -> int:
@@ -394,7 +409,7 @@ def held_out_sets_of(config: RunConfig, tokenizer: Any, *, share: tuple[int, int
             if place % share[1] == share[0]
             for member, index in enumerate(range(place * size, (place + 1) * size))
         ]
-        found.append(HeldOut(name, sampling, prompts, requests, first, size))
+        found.append(HeldOut(name, sampling, prompts, requests, first, size, dataset.num_skipped))
     return found
 
 

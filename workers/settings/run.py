@@ -538,6 +538,11 @@ class RunConfig(Settings):
         return bool(self.outside_roles) or self.data.is_feed
 
     @property
+    def longest_sample(self) -> int:
+        """Most tokens of a prompt and one response to it; SFT's rows have theirs within `data.max_prompt_tokens`."""
+        return self.data.max_prompt_tokens + (0 if self.algorithm.is_supervised else self.rollout.max_response_tokens)
+
+    @property
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities under the weights at the start of a step take a forward pass of their own."""
         # Before the step's first update they are those of the policy in training, so the loss has them; but a reward
@@ -548,7 +553,7 @@ class RunConfig(Settings):
     @property
     def has_reward_parts(self) -> bool:
         """Whether the metrics show the parts of rewards, or what rollouts report about themselves."""
-        return self.reward.is_users or self.rollout.is_own
+        return (self.reward.is_users or self.rollout.is_own) and not self.algorithm.is_supervised
 
     @property
     def sends_tasks(self) -> bool:

@@ -47,7 +47,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     """Return the run's tasks, producers before consumers. Raises ConfigError if a user's task does not fit into this
     graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
-    if config.rollout.keeps_mask:
+    if config.rollout.keeps_mask and not config.algorithm.is_supervised:
         graph = with_sampling_masks(graph)
     if config.rollout.is_own:
         graph = with_own_rollout(graph, in_turn_order=config.algorithm.in_turn_order)

@@ -135,6 +135,16 @@ def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
     assert follows == 2 * (QWEN_7B.num_parameters // 4), "each of four ranks keeps its own part"
 
 
+def test_rows_of_sft_are_as_long_as_a_prompt_may_be() -> None:
+    fields = {"steps": 1, "roles": {"actor": 1}, "model": {"path": "m"}, "data": {"path": "d", "max_prompt_tokens": 64}}
+    fields |= {"schedule": {"rollout_batch_size": 2, "n_samples_per_prompt": 1}, "rollout": {"max_response_tokens": 64}}
+    drawn, held = (
+        memory_of_roles(RunConfig.model_validate({**fields, "algorithm": {"name": name}}), QWEN_7B)["actor"]
+        for name in ("reinforce_plus_plus", "sft")
+    )
+    assert 2 * held["activations"] == drawn["activations"]
+
+
 def test_colocated_roles_count_what_the_other_keeps_asleep() -> None:
     fields = {"steps": 1, "roles": {"rollout": 4, "actor": 4}, "model": {"path": "m", "dtype": "bfloat16"}}
     fields |= {"data": {"path": "d"}, "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}}

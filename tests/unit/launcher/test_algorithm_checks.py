@@ -13,12 +13,14 @@ from launcher.checks.start_notes import settings_without_effect
 from launcher.cli.launch import launch
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.rules import AT_START, check_rules
 from launcher.request.dry_run import describe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO
 from workers.algorithms.load_algorithm import load_algorithm
 from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.run import RunConfig
+from workers.tasks.graph import graph_of
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")
 
@@ -176,3 +178,43 @@ def test_settings_of_generation_and_of_adapters_that_nothing_reads_are_noted() -
         config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles=roles)
         assert settings_without_effect(config) == f"without effect: {told}"
     assert settings_without_effect(load_config(find_recipe("quickstart-sft-cpu"))) == ""
+
+
+def test_sft_reads_no_column_of_responses_whatever_rollouts_and_rewards_are_set_to() -> None:
+    plain = load_config(find_recipe("quickstart-sft-cpu"))
+    settings = ("rollout.keep_sampling_mask=true", "rollout.top_k=5", "reward.function=rewards:of_mine")
+    config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles="actor:1,evaluate:1")
+    assert graph_of(config) == graph_of(plain)
+    assert "rollout.keep_sampling_mask" in settings_without_effect(config)
+
+
+NO_TRUTH = "data.ground_truth_field=null"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "roles", "settings", "complaint"),
+    [
+        ("quickstart-sft-cpu", "actor:1", (NO_TRUTH,), ""),
+        ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH,), "evaluate.ground_truth_field: null"),
+        ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "evaluate.ground_truth_field=answer"), ""),
+        ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "reward.function=rewards:of_mine"), ""),
+        ("quickstart-sft-cpu", "actor:1", ("reward.model={path: quickstart/reward_model}",), "reward.model: has noth"),
+        ("quickstart", "rollout:1,actor:1", (NO_TRUTH,), "data.ground_truth_field: null cannot be used"),
+        ("quickstart-reward-model-cpu", "rollout:1,actor:1,reward:1", (NO_TRUTH,), ""),
+        (
+            "quickstart-reward-model-cpu",
+            "rollout:1,actor:1,reward:1,evaluate:1",
+            (NO_TRUTH, "evaluate={sets: {a: {path: quickstart/held_out.jsonl}}}"),
+            "evaluate.sets.a.ground_truth_field: null",
+        ),
+    ],
+)
+def test_a_ground_truth_is_asked_for_where_something_is_compared_with_it(
+    recipe: str, roles: str, settings: tuple[str, ...], complaint: str
+) -> None:
+    config = load_config(find_recipe(recipe), overrides=settings, roles=roles)
+    if complaint:
+        with pytest.raises(ConfigError, match=f"^{complaint}"):
+            check_rules(config, AT_START)
+    else:
+        check_rules(config, AT_START)

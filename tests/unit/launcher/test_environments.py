@@ -1,6 +1,7 @@
 """`launcher.environments`: what an interpreter of its own for a role must be, and what it is asked before a start."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from launcher.checks.models import check_libraries
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import check_run
 from launcher.checks.proof_cache import models_of
+from launcher.checks.user_code import check_names
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.interpreters import make_interpreter
@@ -133,6 +135,15 @@ def test_each_interpreter_proves_what_its_roles_compute() -> None:
     assert [use.parts for use in models_of(config, ["actor"])] == [("names", "packed", "export")]
 
 
+@pytest.mark.parametrize("function", ["reward.function=no_such_module:score", "rollout.function=no_such_module:talk"])
+def test_functions_that_evaluators_call_are_looked_for_in_their_interpreter(function: str) -> None:
+    settings = (function, "actor.max_tokens_per_micro_batch=64")
+    for roles, is_asked in (("rollout:1,actor:1,evaluate:1", True), ("rollout:1,actor:1", False)):
+        config = quickstart(*settings, roles=roles)
+        with pytest.raises(ConfigError, match="no_such_module") if is_asked else nullcontext():
+            check_names(config, lambda role: role == "evaluate")
+
+
 def test_differences_are_named_with_both_values() -> None:
     first = {"AsyncFlow version": "1", "end tokens": "a", "chat template": "c"}
     assert differences(first, {"AsyncFlow version": "1", "end tokens": "b"}) == "end tokens (b, not a)"
@@ -171,7 +182,7 @@ def test_interpreter_whose_libraries_make_other_tokens_is_told_by_what_differs(t
         (bare, r"has no AsyncFlow"),
     ):
         checked = check_run(quickstart(f"launcher.environments={{rollout: {python}}}"))
-        identity = find_identity(checked.config, checked.first_chunk)
+        identity = find_identity(checked.config, checked.rows_to_check.first_chunk)
         assert set(identity) >= {"AsyncFlow version", "wire format", "end tokens", "first chunk of the data"}
 
         def check(one: Any = checked) -> None:

@@ -39,6 +39,7 @@ def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path
     heading, words, sums = table_of(line, ["words", "sums"])
     assert (heading[0], words[0], sums[0]) == ("set", "words", "sums")
     assert (words[3], sums[3]) == ("-", "0.500 (k 2)")
+    assert (words[7], table_of({**line, "words/reward_failures": 1}, ["words"])[1][7]) == ("2", "2, 1 without a score")
     assert sums[1:3] == ("0.500", f"{line['sums/accuracy_low']:.3f} to {line['sums/accuracy_high']:.3f}")
 
 
@@ -59,6 +60,31 @@ def test_what_cannot_be_evaluated_is_refused(
     Path("adapter", "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=complaint):
         accept_evaluation(model, config, overrides=["evaluate.path=null"], ranks=1, run_dir=None)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("data.ground_truth_field=null", "evaluate.ground_truth_field: null"),
+        (
+            "evaluate={engine: sim, sets: {a: {path: quickstart/held_out.jsonl, temperature: 0.5}, "
+            "b: {path: quickstart/held_out.jsonl}}}",
+            "evaluate.sets: they draw in different ways",
+        ),
+        ("vllm={max_model_len: 6}", "vllm.max_model_len: 6 is less than data.max_prompt_tokens"),
+        ("vllm={tensor_parallel_size: 3}", "vllm.tensor_parallel_size: 3 does not divide"),
+    ],
+)
+def test_what_would_make_every_answer_wrong_or_end_late_is_refused(override: str, complaint: str) -> None:
+    overrides = [override, *(["evaluate.engine=vllm"] if override.startswith("vllm") else [])]
+    with pytest.raises(ConfigError, match=f"^{complaint}"):
+        accept_evaluation(str(MODEL), "quickstart", overrides=overrides, ranks=3, run_dir=None)
+
+
+def test_a_reward_model_that_evaluations_do_not_use_is_not_looked_for(tmp_path: Path) -> None:
+    unread = "reward.model={path: nowhere/model}"
+    accepted = accept_evaluation(str(MODEL), "quickstart", overrides=[unread], ranks=1, run_dir=str(tmp_path / "out"))
+    assert accepted.config.data.template_time is not None, "all instances tell templates the same time"
 
 
 @pytest.mark.parametrize("override", ["lora.path=somewhere", "lora={rank: 4}", "model.path=somewhere"])

@@ -233,6 +233,9 @@ def test_sequences_that_turn_the_tokens_of_others_are_refused(kind: str, model_d
     with pytest.raises(ConfigError, match=rf"^model\.path: .* longer than 32 tokens \(rope_type {kind}"):
         check_positions(run(model_dir, *long))
     check_positions(run(model_dir, "data.max_prompt_tokens=10", "rollout.max_response_tokens=10"))
+    rows_of_sft = ("algorithm={name: sft}", "data.completion_field=answer", "schedule.n_samples_per_prompt=1")
+    with pytest.raises(ConfigError, match=r"sequences may have 40"):
+        check_positions(run(model_dir, *rows_of_sft, "data.max_prompt_tokens=40", roles="actor:1"))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
-from launcher.checks.user_code import try_functions, try_rewards, try_rollout
+from launcher.checks.user_code import try_functions, try_rewards, try_rollout, try_users_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.agents.agent_checks import trial
@@ -40,6 +40,9 @@ def ranks(members, task):
 def ranks_one(members):
     return [0.0]
 
+def ranks_none(members):
+    raise ValueError("fewer than two")
+
 def keep(row):
     return 1.0
 """
@@ -55,7 +58,27 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check(*settings: str) -> None:
     config = load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings))
     checked = check_run(config)
-    try_rewards(config, checked.first_row, checked.first_prompt)
+    rows = checked.rows_to_check
+    try_rewards(config, rows.first_row, rows.first_prompt)
+
+
+@pytest.mark.parametrize(("roles", "is_tried"), [("actor:1,evaluate:1", True), ("actor:1", False)])
+def test_with_sft_it_is_called_with_the_first_held_out_prompt(roles: str, is_tried: bool) -> None:
+    settings = ("launcher.device=cpu", "reward.function=tried_rewards:raises")
+    config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles=roles)
+    rows = check_run(config).rows_to_check
+    if is_tried:
+        with pytest.raises(ConfigError, match=r"no idea.* \(a trial call with .*held_out\.jsonl:1: its prompt"):
+            try_users_code(config, rows.first_row, rows.first_prompt)
+    else:
+        try_users_code(config, rows.first_row, rows.first_prompt)
+
+
+def test_with_sft_a_group_function_that_nothing_calls_is_not_tried() -> None:
+    settings = ("launcher.device=cpu", "reward.group_function=tried_rewards:ranks_none")
+    config = load_config(find_recipe("quickstart-sft-cpu"), overrides=settings, roles="actor:1,evaluate:1")
+    rows = check_run(config).rows_to_check
+    try_users_code(config, rows.first_row, rows.first_prompt)
 
 
 def test_it_is_called_with_the_first_prompt_and_its_own_ground_truth() -> None:
