@@ -287,6 +287,7 @@ VERL: Mapping[str, Rule] = {
     _ROLLOUT + "val_kwargs.n": Together("evaluate.n_samples_per_prompt", "with val_files"),
     _ROLLOUT + "val_kwargs.top_p": Together("evaluate.top_p", "with val_files"),
     _ROLLOUT + "val_kwargs.top_k": Together("evaluate.top_k", "with val_files"),
+    _ROLLOUT + "val_kwargs.do_sample": Left("evaluate.temperature decides: 0 is greedy"),
     "critic.optim.lr": Together("critic.lr", "with ppo"),
     "critic.optim.weight_decay": Together("critic.weight_decay", "with ppo"),
     "critic.model.path": Together("critic.path", "with ppo"),
@@ -885,7 +886,9 @@ def _verl_data(ours: Ours, get: Callable[..., Any]) -> None:
         ours.set_value("data.path", str(expand_home(files[0], "data.train_files")), "data.train_files")
     elif files:
         paths = [str(expand_home(one, "data.train_files")) for one in files]
-        ours.set_value("data.mixture", [{"path": path} for path in paths], "data.train_files")
+        ours.set_value(
+            "data.mixture", [{"path": path} for path in paths], "data.train_files, in equal shares; see weight"
+        )
     else:
         ours.to_fill.append("data.path")
     ours.set_value("data.chat_template", True, "verl's prompts are lists of messages")

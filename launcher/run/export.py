@@ -27,7 +27,7 @@ from asyncflow.json_lines import sync
 from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from launcher.config.paths import user_path
 from launcher.run.restore import Checkpoint, is_checkpoint, newest_checkpoint, resume_path, verified_checkpoint
-from launcher.run.rundir import running_launcher
+from launcher.run.rundir import is_held, running_launcher
 from launcher.run.status import is_live
 from workers.data.model_files import model_fingerprint, weights_fingerprint
 from workers.settings.lora import LoraConfig
@@ -105,7 +105,9 @@ def _runs_where(run_dir: Path) -> str:
     """Return where a run is running; "": nowhere."""
     if (pid := running_launcher(run_dir)) is not None:
         return f"launcher process {pid}"
-    return "on another host" if is_live(run_dir) else ""
+    if not is_live(run_dir):
+        return ""
+    return "it is starting" if is_held(run_dir) else "on another host"
 
 
 def _has_whole_export(checkpoint: Path) -> bool:

@@ -143,6 +143,8 @@ def run_job(
         stop_signals(lambda count: events.put(StopRequested(count))),
         user_requests(requests.put),
     ):
+        for left in (STATUS_FILE, END_FILE):  # left by an earlier start
+            (run_dir / left).unlink(missing_ok=True)
         with contextlib.ExitStack() as stack:
             clock = HostClock.from_wall_clock()
             # First, so that a user sees what goes on while torch is imported.
@@ -195,8 +197,6 @@ def run_job(
                 clock=clock,
                 networks=offered.networks,
             )
-            for left in (STATUS_FILE, END_FILE):  # left by an earlier start
-                (run_dir / left).unlink(missing_ok=True)
             job.save(run_dir)
             # job.json marks the run as live, so it goes when the launcher ends.
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import reprlib
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -43,6 +44,7 @@ _OF_BATCH_JOBS = (".sbatch", ".sh", ".out", ".err", ".log")
 _LONGEST_NAME = 200
 """In bytes; a timestamp follows the name, and file systems allow 255."""
 _START_SLACK_S = 5.0
+_LOCK_S = 0.2
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
@@ -201,17 +203,40 @@ def discard_run_dir(path: Path) -> None:
 def held_run_dir(path: Path) -> Iterator[None]:
     """Keep other launchers out of a run's directory; the system releases the lock however this process ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ConfigError(f"run directory: another launcher runs {path} now; stop it first") from error
-    except OSError as error:  # a file system without locks
-        logger.warning("%s is not locked against a second launcher: %s", path, error)
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:  # `is_held` may be looking
+                time.sleep(_LOCK_S / 20)
+                continue
+            os.close(descriptor)
+            raise ConfigError(f"run directory: another launcher runs {path} now; stop it first") from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s is not locked against a second launcher: %s", path, error)
+        break
     try:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a launcher holds a run's directory, perhaps one that is still starting; False: it is not known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def is_inside(path: Path, run_dir: Path) -> bool:

@@ -3,6 +3,7 @@
 Everything is read from the runs' files; a live run notices nothing.
 """
 
+import contextlib
 import json
 import re
 import statistics
@@ -29,6 +30,7 @@ LAST_STEPS = 10
 FIGURES = ("reward_mean", "cross_entropy", "accuracy", "evaluation/accuracy", "kl", "entropy", "response_tokens_mean",
            "truncated_fraction", "staleness_mean", "train_tokens_per_s", "step_time_s")  # fmt: skip
 _POLL_S = 0.2
+_BLOCK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,17 @@ class LogFile:
         *lines, self.partial = (self.partial + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
+    def skip_to_last(self, number: int) -> None:
+        """Go to where so many lines, or a few more, are left: a log may have gigabytes."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            place, found = file.seek(0, 2), 0
+            while place and found <= number:
+                size = min(place, _BLOCK_BYTES)
+                place -= size
+                file.seek(place)
+                found += file.read(size).count(b"\n")
+            self.position = place
+
     def read_rest(self) -> list[str]:
         """Return what follows the last complete line: the last words of a killed process, or a progress bar."""
         rest, self.partial = self.partial, b""
@@ -306,6 +319,7 @@ def log_lines(
     """
     width = _width_of(logs)
     for log in logs:
+        log.skip_to_last(number)
         lines = log.read_lines() + (log.read_rest() if follow is None else [])
         yield from (_labelled(log, line, width) for line in lines[max(0, len(lines) - number) :])
     while follow is not None:

@@ -23,7 +23,7 @@ from asyncflow.json_lines import LineReader, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, plain, role_rows, table
-from launcher.run.rundir import check_run_dir, running_launcher
+from launcher.run.rundir import check_run_dir, is_held, running_launcher
 from launcher.run.supervisor import RestartLog
 from weightsync.version import Version
 
@@ -308,8 +308,12 @@ def _duration(seconds: float) -> str:
 
 
 def is_live(run_dir: Path) -> bool:
-    """Return whether the run's launcher runs on this host or, judging by its last snapshot, on another."""
+    """Return whether the run's launcher runs or starts on this host or, judging by its last snapshot, on another."""
     if running_launcher(run_dir) is not None:
+        return True
+    # A launcher has the directory for some seconds, while it imports torch, before it writes job.json; and it has it
+    # still while it writes the report of a run that has ended.
+    if not (run_dir / END_FILE).exists() and is_held(run_dir):
         return True
     # Another host's process id cannot be checked, so its newest snapshot decides.
     try:

@@ -180,7 +180,7 @@ class ViewServer:
             raise web.HTTPForbidden
         launcher = running_launcher(self._runs[self._number_of_run(request)].run_dir)
         if launcher is None:
-            raise web.HTTPConflict(reason="it does not run on this host")
+            raise web.HTTPConflict(reason="it is starting, or does not run on this host")
         try:
             os.kill(launcher, _CONTROLS[request.match_info["control"]])
         except ProcessLookupError:

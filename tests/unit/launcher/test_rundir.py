@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.config.load_config import load_config
-from launcher.run.rundir import check_new_run_dir, create_run_dir, default_run_dir, held_run_dir
+from launcher.run.rundir import check_new_run_dir, create_run_dir, default_run_dir, held_run_dir, is_held
 
 NOW = datetime(2026, 9, 1, 12, 30, 5)
 
@@ -75,7 +75,8 @@ def test_second_launcher_is_kept_out_of_a_run(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"another launcher runs .* now; stop it first"), held_run_dir(tmp_path):
             pass
     with held_run_dir(tmp_path):
-        pass
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path) and not is_held(tmp_path / "absent")
 
 
 def test_layout_is_made_with_the_resolved_configuration(write_config: Callable[..., Path], tmp_path: Path) -> None:

@@ -164,6 +164,17 @@ def test_logs_are_chosen_by_role_and_rank_and_cannot_command_the_terminal(tmp_pa
             find_logs(run, who)
 
 
+def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    (log,) = find_logs(run, "rollout/0")
+    log.path.write_text("\n".join(f"line {k}" for k in range(50_000)))
+    log.skip_to_last(3)
+    assert 0 < log.path.stat().st_size - log.position <= 64 * 1024
+    for number in (0, 1, 3, 20_000, 60_000):
+        lines = list(log_lines(find_logs(run, "rollout/0"), number=number))
+        assert lines == [f"line {k}" for k in range(50_000)][max(0, 50_000 - number) :]
+
+
 def test_following_prints_every_line_once_and_ends_with_the_run(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     (log,) = find_logs(run, "rollout/0")

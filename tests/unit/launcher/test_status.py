@@ -17,9 +17,10 @@ from click.testing import CliRunner
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
-from asyncflow.run_files import STATUS_FILE
+from asyncflow.run_files import END_FILE, STATUS_FILE
 from launcher.cli.commands import main
 from launcher.process.progress import Status
+from launcher.run.rundir import held_run_dir
 from launcher.run.status import RunEnd, RunStatus, read_status
 from launcher.run.supervisor import RestartLog
 from tq.messages import QueueStats, TaskStats, UnitStats
@@ -219,6 +220,19 @@ def test_run_that_has_said_nothing_yet_is_starting(tmp_path: Path) -> None:
     job_of(os.getpid(), 1).save(tmp_path)
     with pytest.raises(TransportError, match="is starting"):
         RunStatus.read(tmp_path)
+
+
+def test_run_whose_launcher_imports_torch_is_starting_and_one_that_writes_its_report_has_ended(tmp_path: Path) -> None:
+    """Without job.json the directory's lock tells."""
+    (tmp_path / "config.yaml").write_text("")
+    with held_run_dir(tmp_path):
+        with pytest.raises(TransportError, match="the run is starting; ask again in a moment"):
+            read_status(tmp_path)
+        RunEnd(tmp_path, ["done (step 9/9, 0:01)"], 0, 1.0).write()
+        end = read_status(tmp_path)
+        assert isinstance(end, RunEnd) and end.code == 0
+    (tmp_path / END_FILE).unlink()
+    assert isinstance(read_status(tmp_path), RunEnd), "killed"
 
 
 def test_what_the_launcher_wrote_is_read(tmp_path: Path) -> None:

@@ -490,11 +490,11 @@ def test_the_report_is_one_file_with_the_run_inside(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_the_loss_of_fine_tuning_and_no_character_that_turns_text(run_dir: Path) -> None:
-    for step, loss in ((1, 2.0), (2, 1.0)):
+    for step, loss in ((1, 3.0), (2, 1.0)):
         append(run_dir / "metrics.jsonl", {"step": step, "lineage": 0, "cross_entropy": loss})
     RunEnd(run_dir, ["failed (step 2): \u202eseirt"], 1, 0.0).write()
     summary = write_report(run_dir).read_text().partition("</section>")[0]
-    assert "cross entropy (nats)</th><td>1.5 ± 6.4 (last 2 steps)" in summary
+    assert "cross entropy (nats)</th><td>2 ± 13 (last 2 steps)" in summary
     assert "\\u202eseirt" in summary and "\u202e" not in summary
 
 
