@@ -241,14 +241,14 @@ class ForkServer:
 class ForkServers:
     """This node's fork servers, by interpreter. For the launcher's main thread only, with which all of them die.
 
-    Args:
-        log_file, say: see `ForkServer`.
+    Attributes:
+        say: see `ForkServer`; may be replaced while servers run.
     """
 
-    def __init__(self, log_file: Path, say: Callable[[str], None] = logger.warning) -> None:
+    def __init__(self, log_file: Path) -> None:
         self._log_file = log_file
         self._servers: dict[str, ForkServer] = {}
-        self.say = say
+        self.say: Callable[[str], None] = logger.warning
 
     def server_of(self, python: str) -> ForkServer:
         """Return the interpreter's server; start it if there is none, or none any more."""

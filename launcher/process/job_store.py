@@ -65,13 +65,13 @@ class JobStoreClient:
         self._secret = bytes.fromhex(secret)
         self._store = SealedStore(self.open_client() if client is None else client, self._secret)
 
-    def open_client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
+    def open_client(self) -> TCPStore:
         """Return another connection, for a thread of its own; it does not seal what it reads and writes."""
-        return connect_store(self.host, self.port, timeout)
+        return connect_store(self.host, self.port, TIMEOUT)
 
-    def open_sealed(self, timeout: timedelta = TIMEOUT) -> SealedStore:
+    def open_sealed(self) -> SealedStore:
         """Return another client, for a thread of its own."""
-        return SealedStore(self.open_client(timeout), self._secret)
+        return SealedStore(self.open_client(), self._secret)
 
     def last_words(self, gang: str, rank: int) -> str | None:
         """Return what a rank said when it left; None: it has not. Any thread may call it, since it does not block."""

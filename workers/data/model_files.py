@@ -309,13 +309,13 @@ def name_pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def weight_files(path: Path, *, key: str = POLICY_KEY) -> tuple[Path, ...]:
+def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the files that are the model: model.safetensors if present, otherwise those that the index names.
 
     Source: transformers 5.24, `modeling_utils._get_resolved_checkpoint_files`. Raises ConfigError if neither exists, a
     file that the index names is missing, or the index is malformed.
     """
-    return tuple(path / file for file in _chosen_files(path, key=key)[0])
+    return tuple(path / file for file in _chosen_files(path, key=POLICY_KEY)[0])
 
 
 def count_parameters(model_dir: Path) -> int:

@@ -10,6 +10,8 @@ from workers.agents.turns import ChatRequest, Reply
 
 Body = dict[str, Any]
 
+_PIECE_CHARACTERS = 200
+
 
 @dataclass(frozen=True)
 class FinishedTurn:
@@ -70,5 +72,6 @@ def event(value: Body) -> bytes:
     return b"".join((name, b"data: ", msgspec.json.encode(value), b"\n\n"))
 
 
-def pieces(text: str, num_characters: int = 200) -> Iterator[str]:
-    return (text[start : start + num_characters] for start in range(0, len(text), num_characters))
+def pieces(text: str) -> Iterator[str]:
+    """Cut a text that is complete already into parts that a streaming client gets one after the other."""
+    return (text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS))

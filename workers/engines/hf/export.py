@@ -123,13 +123,11 @@ def export_adapted(
     names: Mapping[str, Iterable[str]],
     lora: LoraConfig,
     share: ExportShare = WHOLE,
-    *,
-    file_bytes: int = FILE_BYTES,
 ) -> bool:
     """Write a share of a saved adapter: the model with the adapter merged into it, like `export_saved`, and in
     `adapter/` the adapter itself, which rank 0 writes whole, float32."""
     tensors = MergedTensors(SavedTensors(saved), HfWeights(model_dir), names, lora)
-    if not _write_model(tensors, saved, target, model_dir, names, share, file_bytes=file_bytes):
+    if not _write_model(tensors, saved, target, model_dir, names, share, file_bytes=FILE_BYTES):
         return False
     if share.rank == 0:
         write_adapter(target / ADAPTER, tensors.adapter(), lora, tensors.targets, base=str(model_dir))
