@@ -543,9 +543,8 @@ class Broadcaster:
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         self._keys.set(key, msgspec.msgpack.encode(transfer))
-        self._keys.delete_key(
-            self._transfer_key(self._number - 2)
-        )  # steps are collective, so all ranks have read that one
+        # Steps are collective, so all ranks have read that one.
+        self._keys.delete_key(self._transfer_key(self._number - 2))
         return transfer
 
     def _transfer_key(self, number: int) -> str:

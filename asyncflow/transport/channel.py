@@ -257,9 +257,8 @@ class Channel(ABC):
         self._pair = pair
         self._limits = limits
         self._frame_lock = threading.Lock()
-        self._bulk_lock = (
-            threading.Lock()
-        )  # taken before the frame lock, so that segments follow in the order of frames
+        # Taken before the frame lock, so that segments follow in the order of frames.
+        self._bulk_lock = threading.Lock()
         self._broken = False
         self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         self._out_view = self._out.numpy().data

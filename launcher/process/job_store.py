@@ -128,9 +128,8 @@ class JobStore(JobStoreClient):
     def new_warnings(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
         """Return new warnings of these (gang, rank), and which ended; two round trips after the first call."""
         keys = {f"warning/{gang}/{rank}": gang for gang, rank in ranks}
-        for key in (
-            keys.keys() - self._warnings.keys()
-        ):  # create missing keys: `get_existing` reads in one go only if all exist
+        # Create missing keys: `get_existing` reads in one go only if all exist.
+        for key in keys.keys() - self._warnings.keys():
             with contextlib.suppress(SealBroken):  # not written by this job; `get_existing` reports it
                 self._store.set_first(key, json.dumps({"text": ""}))
             self._warnings[key] = ""

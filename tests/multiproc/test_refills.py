@@ -29,9 +29,10 @@ def _start_controller(credentials: Credentials) -> Iterator[Start]:
     started: list[Any] = [StorageUnit(credentials, "storage-0", CONFIG, controllers=CONFIG.controllers)]
 
     def start(name: str) -> ControllerService:
+        # Of the lead.
         admission = prompt_admission(
             credentials, name, CountingPrompts(), AdmissionState(SCHEDULE, last_step=2, version=0), config=CONFIG
-        )  # of the lead
+        )
         service = ControllerService(credentials, name, tasks=TASKS, config=CONFIG, admission=admission, refill=True)
         started.append(service)
         return service

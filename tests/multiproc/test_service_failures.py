@@ -35,11 +35,8 @@ def _address(store: TCPStore, tmp_path: Path) -> Path:
         ("tq.unit.unit_puts:UnitUpkeep._has_work", 1, "upkeep"),
         ("tq.unit.storage:StorageUnit.inventory", 1, "link-controller-0"),
         ("tq.unit.controller_link:ControllerLink._send_next", 1, "tell-controller-0"),
-        (
-            "tq.unit.controller_link:ControllerLinks.send_beat",
-            2,
-            "timers",
-        ),  # the first is made before any thread is there
+        # The second, since the first is made before any thread is there.
+        ("tq.unit.controller_link:ControllerLinks.send_beat", 2, "timers"),
     ],
 )
 def test_storage_unit_whose_thread_dies_ends_and_names_it(

@@ -628,9 +628,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         if self._client is None:
             return
         if self._replica is not None and not self._replica.acks:
-            self._client.data.forget_lease(
-                granted
-            )  # otherwise a restarted controller would keep the lease for this client
+            # Otherwise a restarted controller would keep the lease for this client.
+            self._client.data.forget_lease(granted)
         elif granted.rows:
             self._client.data.ack(granted, granted.rows)
 

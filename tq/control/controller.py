@@ -499,9 +499,8 @@ class ControllerService:
         # Consumers of an earlier incarnation that have not joined this one; empty once recovery gives them up.
         self._awaited: set[str] = set()
         if self._recovered:
-            owners = {
-                owner for owner in self._durable.list_peers("owner") if not owner.startswith(f"{name}@")
-            }  # not itself
+            # Not itself.
+            owners = {owner for owner in self._durable.list_peers("owner") if not owner.startswith(f"{name}@")}
             recovering = Recovering(frozenset(self._durable.list_peers("unit")), frozenset(owners))
             self._awaited.update(recovering.owners)
             logger.warning("start %d: waiting for %s", starts, recovering)

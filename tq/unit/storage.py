@@ -248,9 +248,8 @@ class StorageUnit:
                 raise PeerRefused(
                     f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
                 )
-            self._traffic.count_read(
-                payload.num_bytes
-            )  # first: a client that has the reply must find it in the statistics
+            # First: a client that has the reply must find it in the statistics.
+            self._traffic.count_read(payload.num_bytes)
             call.send_reply(Columns(headers), payload)
         finally:
             with self._lock:

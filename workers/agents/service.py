@@ -305,11 +305,8 @@ class Service:
     def _finish_attempt(self, attempt: Attempt, done: AttemptDone, *, spent: bool = False, what: str = "") -> None:
         try:
             self._engine.send(replace(attempt.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
-        except (
-            AsyncFlowError,
-            TypeError,
-            ValueError,
-        ) as error:  # including what cannot be encoded: text that is not Unicode
+        # Including what cannot be encoded: text that is not Unicode.
+        except (AsyncFlowError, TypeError, ValueError) as error:
             self._fail_attempt(attempt, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
         self._end_attempt(attempt)

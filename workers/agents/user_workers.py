@@ -187,9 +187,8 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
             self.send(PingLoop())
             before = loop.time()
             await asyncio.sleep(pause_s)
-            self._last_turn += max(
-                0.0, loop.time() - before - 2 * pause_s
-            )  # time in which this process itself was stalled
+            # The time in which this process itself was stalled does not count.
+            self._last_turn += max(0.0, loop.time() - before - 2 * pause_s)
             _, steps = MARK.unpack_from(self._mark, 0)
             if steps != self._steps:  # many short steps in one turn of the loop do not count as blocking
                 self._steps, self._last_turn = steps, loop.time()

@@ -169,9 +169,8 @@ class _ByName:
         if not names & _RESPONSES and not self._takes_rest:
             raise ConfigError(f"{what} does not take the response; {advice}")
         ours, verls = known[:-4], set(known[-4:]) - {"ground_truth"}
-        self._rest = (
-            ours if self._takes_rest and not names & verls else ()
-        )  # verl passes settings of its own through **kwargs
+        # verl passes settings of its own through **kwargs.
+        self._rest = ours if self._takes_rest and not names & verls else ()
         self.needs_row = self.in_lists or bool(_OF_ROWS.intersection(names, known) or _OF_ROWS.intersection(self._rest))
 
     def function(self, values: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Callable[..., Any]:

@@ -306,9 +306,8 @@ class Evaluator:
         self._context.report_state("waiting for weights")
         with self._context.timeline.span("wait for weights"):
             while not self._context.stopping.is_set():
-                passed = (
-                    self._last_passed
-                )  # read this first: a wanted version arrives before a later one is passed over
+                # Read this first: a wanted version arrives before a later one is passed over.
+                passed = self._last_passed
                 if receiver.newest not in (None, self._version):
                     return True
                 held = -1 if self._version is None else self._version.step

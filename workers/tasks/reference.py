@@ -181,10 +181,9 @@ class ReferencePolicy:
             if receiver.newest is not None and receiver.newest.step == needed:
                 loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
                 receiver.drop()
+            # The trainer is ahead, so another process served this reference and wrote it.
             if loaded is None or loaded.step != needed:
-                self._read_reference(
-                    needed
-                )  # the trainer is ahead, so another process served this reference and wrote it
+                self._read_reference(needed)
         self._step = needed
         target = _kept_as(self._context, needed)
         if (self._leads or self._shared) and self._true_on_all_ranks(not target.exists()):

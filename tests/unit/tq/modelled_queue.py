@@ -253,9 +253,8 @@ class ModelledQueue:
             unit = self.units[self.where[held.token][row]]
             try:
                 if not unit.connected:
-                    raise LeaseFenced(
-                        "unreachable"
-                    )  # like a TransportError here: the ack may be told to the controller
+                    # Like a TransportError here: the ack may be told to the controller.
+                    raise LeaseFenced("unreachable")
                 self.noted[held.task] = OUTPUTS[held.task]
                 new = unit.commit(held.task, held.token, [row])
             except LeaseFenced:

@@ -268,9 +268,8 @@ class TwoControllers:
 
     def finish(self, owner: str, lease: Held, row: int, *, told: str = "all") -> None:
         """A holder, dead or alive, is done with a row. `told`: who hears of an ack of a lost row, now or later."""
-        self.noted.setdefault(lease.task, set()).update(
-            outputs_of(lease.task, row)
-        )  # a unit does, before it stores them
+        # A unit does, before it stores them.
+        self.noted.setdefault(lease.task, set()).update(outputs_of(lease.task, row))
         unit = self.where[lease.token, row]  # or its next life: consumers know units by name
         try:
             self.units[unit].commit(lease.task, lease.token, row)

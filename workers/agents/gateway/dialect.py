@@ -29,9 +29,8 @@ class FinishedTurn:
 class SessionMemory:
     """What later requests of a session may refer to."""
 
-    answers: dict[str, FinishedTurn] = field(
-        default_factory=dict
-    )  # finished turns by id, for APIs whose requests name them
+    # Finished turns by id, for APIs whose requests name them
+    answers: dict[str, FinishedTurn] = field(default_factory=dict)
     # Of each tool call by its id, verbatim as the model drew them
     arguments: dict[str, str] = field(default_factory=dict)
 
@@ -73,5 +72,5 @@ def event(value: Body) -> bytes:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text that is complete already into parts that a streaming client gets one after the other."""
+    """Cut a finished text into the chunks that a streaming client receives."""
     return (text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS))
