@@ -46,3 +46,7 @@ def _msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]":
 @cache
 def _json_decoder(message: Any) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(message)
+
+
+json_object = json_decoder(dict[str, Any]).decode
+"""Decodes a line that must be a JSON object; raises one of `UNREADABLE`."""

@@ -13,14 +13,14 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, overload
 
 import msgspec
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_object
 from asyncflow.errors import AsyncFlowError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class JsonLines:
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append the lines with one write to the operating system; if it refuses, later."""
-        data = "".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines).encode()
+        data = "".join(json.dumps(finite_fields(line), allow_nan=False) + "\n" for line in lines).encode()
         with self._lock:
             # Warn once per full disk, not for every line.
             late = bool(self._waiting)
@@ -106,9 +106,6 @@ class Lines(Generic[T]):
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
-_json_object = json_decoder(dict).decode
-
-
 class LineReader(Generic[T]):
     """Reads a file that may be missing, and may still be written: each line once, when it is complete.
 
@@ -119,7 +116,7 @@ class LineReader(Generic[T]):
     def __init__(self: "LineReader[dict[str, Any]]", path: Path) -> None: ...
     @overload
     def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None: ...
-    def __init__(self, path: Path, decode: Callable[[bytes], Any] = _json_object) -> None:
+    def __init__(self, path: Path, decode: Callable[[bytes], Any] = json_object) -> None:
         self._path = path
         self._decode = decode
         self._identity: tuple[int, int] | None = None
@@ -190,7 +187,8 @@ class VersionTail:
         return news
 
 
-def _finite(line: dict[str, Any]) -> dict[str, Any]:
+def finite_fields(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with None for NaN and infinity, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }

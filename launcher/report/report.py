@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_object
 from asyncflow.errors import ConfigError
-from asyncflow.extras import is_installed, pip_line
+from asyncflow.extras import check_installed
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, SAMPLES
 from launcher.config.load_config import flatten, read_yaml
@@ -63,8 +63,7 @@ def plot(
         ConfigError: matplotlib is not installed, a run has no such figure, setting or steps, or the file cannot be
             written.
     """
-    if not is_installed("matplotlib"):
-        raise ConfigError(f"plot: matplotlib is not installed; {pip_line('plot')}, or see each run's report.html")
+    check_installed("matplotlib", "plot", "plot: ", "or see each run's report.html")
     runs = {run_dir: read_curves(run_dir) for run_dir in run_dirs}
     known = sorted(set().union(*runs.values()))
     for metric in metrics:
@@ -134,7 +133,6 @@ def grouped_runs(run_dirs: Sequence[Path], setting: str) -> dict[str, list[Path]
 
 _RULE = "=" * 80
 _NEWEST_BYTES = 64 * 1024
-_json_object = json_decoder(dict[str, Any]).decode
 
 
 def samples_text(
@@ -204,7 +202,7 @@ def newest_sample(run_dir: Path) -> dict[str, Any] | None:
         with max(paths)[1].open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _NEWEST_BYTES))
             line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        return _json_object(line)
+        return json_object(line)
     except (OSError, ValueError, *UNREADABLE):
         return None
 

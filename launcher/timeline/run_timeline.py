@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_object
 from asyncflow.errors import ConfigError
 from asyncflow.job import PAUSED
 from asyncflow.json_lines import LineReader
@@ -53,7 +53,6 @@ _HEADINGS = {
 """Categories of an account; `other`: no span covers the time."""
 
 _ENDS_BYTES = 2**20
-_decode = json_decoder(dict).decode
 
 _ROLES = ("rollout", "ref", "teacher", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Order of rows from top to bottom; users' roles follow."""
@@ -185,7 +184,7 @@ def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
 
 def _values(line: bytes) -> Mapping[str, object]:
     try:
-        return _decode(line)
+        return json_object(line)
     except UNREADABLE:
         return {}
 

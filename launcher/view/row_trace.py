@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
@@ -58,7 +58,6 @@ class _Line(msgspec.Struct):
 
 
 _decode = json_decoder(_Line).decode
-_json_object = json_decoder(dict[str, Any]).decode
 
 
 class RowIndex:
@@ -98,10 +97,10 @@ class RowIndex:
         found = list(self._lines_of("rows", "row", row))
         if any(not _decode(line).names(row) for _, line in found):
             raise _Stale
-        read = [(name, _json_object(line)) for name, line in found]
+        read = [(name, json_object(line)) for name, line in found]
         groups = {line["group"] for _, line in read if isinstance(line.get("group"), int)}
         for group in sorted(groups):
-            read += [(name, _json_object(line)) for name, line in self._lines_of("groups", "number", group)]
+            read += [(name, json_object(line)) for name, line in self._lines_of("groups", "number", group)]
         return read
 
     def _lines_of(self, table: str, column: str, number: int) -> Iterator[tuple[str, bytes]]:

@@ -29,9 +29,9 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import numpy
 
-from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import AsyncFlowError, ConfigError
-from asyncflow.json_lines import LineReader
+from asyncflow.json_lines import LineReader, finite_fields
 from asyncflow.run_files import (
     CONFIG_FILE,
     END_FILE,
@@ -189,7 +189,6 @@ class _SampleLine(msgspec.Struct):
 
 
 _decode_sample = json_decoder(_SampleLine).decode
-_json_object = json_decoder(dict).decode
 
 
 @dataclass
@@ -261,7 +260,7 @@ class _LineIndex:
                     if number not in files:
                         files[number] = stack.enter_context(paths[number].open("rb"))
                     files[number].seek(self._offsets[place])
-                    yield place, {**_json_object(files[number].readline()), "file": paths[number].stem}
+                    yield place, {**json_object(files[number].readline()), "file": paths[number].stem}
                 except (OSError, *UNREADABLE):
                     continue  # it was cut since
 
@@ -380,12 +379,12 @@ class RunReader:
             "step": self._curves.last.get("step", 0),
             "time_s": self._curves.last.get("time_s"),
             "curves": self._curves.news(have),
-            "newest": _finite(self._curves.newest()),
+            "newest": finite_fields(self._curves.newest()),
             HISTOGRAMS: self._curves.last.get(HISTOGRAMS, {}),
-            "evaluations": None if same else [_finite(self._evaluations[step]) for step in sorted(self._evaluations)],
+            "evaluations": None if same else [finite_fields(line) for _, line in sorted(self._evaluations.items())],
             "live": self._live() if state == "running" else None,
             "end": end,
-            "plan": _finite(read_plan(self.run_dir)),
+            "plan": finite_fields(read_plan(self.run_dir)),
             "problems": [*problems, *self._curves.problems[-5:]],
             "at": time.time(),
         }
@@ -600,10 +599,3 @@ class RunReader:
         steps = reversed(list_checkpoints(self.run_dir))
         paths = (checkpoint_path(self.run_dir, step) / "hf" for step in steps)
         return next((path for path in islice(paths, 20) if path.is_dir()), None)
-
-
-def _finite(fields: Mapping[str, Any]) -> Fields:
-    """JSON has no NaN and no infinity."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
-    }

@@ -64,6 +64,6 @@ def test_runs_with_the_same_setting_are_one_curve_with_a_band(run_dir: Path, tmp
 
 
 def test_without_matplotlib_one_line_says_what_to_do(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.report.report.is_installed", lambda name: False)
+    monkeypatch.setattr("asyncflow.extras.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match=r"matplotlib is not installed; pip install .*report.html"):
         plot([run_dir], ["reward_mean"], run_dir / "curves.png")
