@@ -99,12 +99,8 @@ def _check_scorers(config: RunConfig) -> OtherModels:
         number = count_parameters(path)
         found = ModelSizes.from_config(read_model_config(path), number) or ModelSizes.unknown(number)
         sizes.setdefault(key.partition(".")[0], {})[path] = found
-    for key, name in {"model.path": config.model.path, **named}.items():
-        tokens = vocabulary_size(Path(name))
-        if tokens is not None and tokens < k:
-            raise ConfigError(
-                f"algorithm.top_k: {k} is more than the {tokens} tokens of {key} {name}; set it to {tokens} or less"
-            )
+    for model_key, name in {"model.path": config.model.path, **named}.items():
+        _check_fewer_than_tokens("algorithm.top_k", k, model_key, name)
     return {role: tuple(each.values()) for role, each in sizes.items()}
 
 
@@ -174,14 +170,17 @@ def _refuse_tied(modules: Collection[str], model: Mapping[str, Any]) -> None:
 
 def _check_likeliest(config: RunConfig) -> None:
     """Refuse to report or keep more tokens at a place than the model has."""
-    tokens = vocabulary_size(Path(config.model.path))
     kept = config.rollout.top_k if config.rollout.keeps_mask else 0
     for key, k in (("algorithm.divergence_top_k", config.algorithm.num_top_log_probs), ("rollout.top_k", kept)):
-        if tokens is not None and k > tokens:
-            raise ConfigError(
-                f"{key}: {k} is more than the {tokens} tokens of model.path {config.model.path}; set it to {tokens} or "
-                f"less"
-            )
+        _check_fewer_than_tokens(key, k, "model.path", config.model.path)
+
+
+def _check_fewer_than_tokens(key: str, number: int, model_key: str, model: str) -> None:
+    tokens = vocabulary_size(Path(model))
+    if tokens is not None and number > tokens:
+        raise ConfigError(
+            f"{key}: {number} is more than the {tokens} tokens of {model_key} {model}; set it to {tokens} or less"
+        )
 
 
 def check_positions(config: RunConfig) -> None:

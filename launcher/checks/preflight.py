@@ -260,8 +260,8 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
 def _check_rows(
     config: RunConfig, rows: list[PromptRow], held_out: Mapping[str, list[PromptRow]]
 ) -> ShownPrompt | None:
-    if config.rollout.is_own:  # an own rollout builds its prompts itself
-        return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
+    if config.rollout.is_own:
+        return _as_given(rows[0]) if rows else None
     model_dir, data = Path(config.model.path), config.data
     supervised = data.completion_field is not None and rows  # rows of a feed come later
     first_row = check_supervised(rows, data, model_dir=model_dir) if supervised else None
@@ -276,6 +276,11 @@ def _check_rows(
         if held_out:
             _check_sets(config, held_out, tokenizer)
         return first_prompt
+
+
+def _as_given(row: PromptRow) -> ShownPrompt:
+    """Return a row as the user's own rollout gets it, which makes the prompt itself."""
+    return ShownPrompt(str(row.prompt) or row.task, row.ground_truth, None)
 
 
 def _check_sets(config: RunConfig, held_out: Mapping[str, list[PromptRow]], tokenizer: ModelTokenizer) -> ShownPrompt:
@@ -295,6 +300,6 @@ def check_held_out(config: RunConfig) -> RowsToCheck:
     held_out, data = held_out_sets(config), config.data
     first = next(iter(held_out.values()))[0]
     if config.rollout.is_own:
-        return RowsToCheck(first, ShownPrompt(str(first.prompt) or first.task, first.ground_truth, None), ())
+        return RowsToCheck(first, _as_given(first), ())
     with ModelTokenizer(Path(config.model.path), chat=data.chat_template, templates=data.templates) as tokenizer:
         return RowsToCheck(first, _check_sets(config, held_out, tokenizer), ())

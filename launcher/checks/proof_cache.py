@@ -61,6 +61,10 @@ _COSMETIC = re.compile(
 """Settings that do not affect whether a model is computed correctly."""
 
 
+_SCORED_BY = {"hf": ("names", "packed"), "fsdp": ("names", "packed", "sharded")}
+"""Engine of a model that only scores -> parts of its proof."""
+
+
 @dataclass(frozen=True)
 class ModelUse:
     """A model of the run, and what is computed with it.
@@ -150,11 +154,10 @@ def models_of(config: RunConfig, here: Collection[str] | None = None) -> list[Mo
         else:
             uses.append(ModelUse("critic.path", Path(config.critic.path), wanted))
     if ref.path is not None and refers:
-        wanted = ("names", "packed", "sharded") if ref.engine == "fsdp" else ("names", "packed")
-        uses.append(ModelUse("ref.path", Path(ref.path), wanted))
+        uses.append(ModelUse("ref.path", Path(ref.path), _SCORED_BY[ref.engine]))
     if "teacher" in roles and runs("teacher"):
-        wanted = ("names", "packed", "sharded") if config.teacher.engine == "fsdp" else ("names", "packed")
-        uses += [ModelUse(key, Path(each), wanted) for key, each in config.teacher.models.items()]
+        teacher = config.teacher
+        uses += [ModelUse(key, Path(each), _SCORED_BY[teacher.engine]) for key, each in teacher.models.items()]
     if config.reward.model is not None and runs("reward"):
         uses.append(ModelUse("reward.model.path", Path(config.reward.model.path), ("score",)))
     return [use for use in uses if use.parts]

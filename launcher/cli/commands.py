@@ -20,6 +20,7 @@ from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits
 from launcher.slurm.sbatch_command import sbatch_command
 
 _WATCH_S = 2.0
+_INIT_REWARDS = ["exact", "digits", "math", "math_verify", "own"]
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,7 +108,7 @@ def _watch_status(run_dir: Path, *, as_json: bool) -> None:
 @click.option("--data", help="JSONL, JSON, CSV or Parquet with prompts, or OWNER/NAME.  [asked for]")
 @click.option(
     "--reward",
-    type=click.Choice(["exact", "digits", "math", "math_verify", "own"]),
+    type=click.Choice(_INIT_REWARDS),
     help="How responses are scored; `own`: a stub of yours.  [asked for]",
 )
 @click.option("--prompt-field", help="Field of the prompt.  [by the first row]")
@@ -148,9 +149,7 @@ def init_command(
             raise ConfigError(f"{', '.join(missing)}: missing, and there is no terminal to ask at; give it")
         model = model or click.prompt("Model (a directory, or OWNER/NAME on the Hub)")
         data = data or click.prompt("Data (a file with prompts, or OWNER/NAME)")
-        reward = reward or click.prompt(
-            "Reward", type=click.Choice(["exact", "digits", "math", "math_verify", "own"]), default="own"
-        )
+        reward = reward or click.prompt("Reward", type=click.Choice(_INIT_REWARDS), default="own")
         fields = first_fields(data)
         prompt, truth = guess_fields(fields)
         answers = Answers(

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -140,17 +141,19 @@ def test_delivery_is_proven_at_the_temperature_of_the_run_whichever_set_was_answ
     assert used[-1] == 0.5 and proven == [evaluator._sampling.temperature] * 2 != [0.5] * 2
 
 
-def answered(*kinds: str) -> tuple[list[FinishedRollout], list[ScoredResponse]]:
-    """Return rollouts, and their scores, of which each is `right`, `unscored`, `failed`, `absent` or `skipped`."""
-    rollouts, scores = [], []
+def answered(*kinds: str) -> list[tuple[FinishedRollout, Future[ScoredResponse]]]:
+    """Return rollouts, each with its score, that are `right`, `unscored`, `failed`, `absent` or `skipped`."""
+    scored = []
     for index, kind in enumerate(kinds):
         request = RolloutRequest(index, index, 0, torch.tensor([1]))
         made = kind in ("right", "unscored")
         one = FinishedRollout.without_tokens(request, why="" if made else f"it {kind}")
-        rollouts.append(replace(one, leaves=kind in ("failed", "skipped"), failures=3 if kind == "failed" else 0))
+        one = replace(one, leaves=kind in ("failed", "skipped"), failures=3 if kind == "failed" else 0)
         failure = "" if kind == "right" else "no score" if kind == "unscored" else one.failure
-        scores.append(ScoredResponse("", "", "", 1.0, correct=True, failure=failure))
-    return rollouts, scores
+        score: Future[ScoredResponse] = Future()
+        score.set_result(ScoredResponse("", "", "", 1.0, correct=True, failure=failure))
+        scored.append((one, score))
+    return scored
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_rollouts_that_failed_rewards_that_failed_and_what_was_skipped_are_judge
         update={"reward": context.config.reward.model_copy(update={"max_failed_share": 0.5})}
     )
     with pytest.raises(UserCodeFailed, match=f"^evaluation of step 4: .*{words}") if words else nullcontext():
-        evaluator._check_failures(Version(0, 4), evaluator._sets[0], *answered(*kinds))
+        evaluator._check_failures(Version(0, 4), evaluator._sets[0], answered(*kinds))
 
 
 def test_version_that_was_replaced_meanwhile_is_skipped_and_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:

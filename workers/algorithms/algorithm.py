@@ -181,8 +181,7 @@ class Algorithm(ABC, Generic[SettingsT]):
     def _weights(self, batch: PackedBatch) -> Tensor:
         """Return float32 [N]: the weight of each sample's row."""
         truncated_N = batch["truncated"].values.bool()
-        weight_N = torch.ones(len(batch)) if LOSS_WEIGHTS not in batch.columns else batch[LOSS_WEIGHTS].values.float()
-        weight_N = weight_N * self._is_judged(batch)
+        weight_N = loss_weights(batch) * self._is_judged(batch)
         return weight_N * ~truncated_N if self._mask_truncated else weight_N
 
     def _is_judged(self, batch: PackedBatch) -> Tensor:
@@ -193,6 +192,11 @@ class Algorithm(ABC, Generic[SettingsT]):
 def drawn(batch: PackedBatch) -> Tensor:
     """Return int64 [N]: drawn tokens of each sample."""
     return batch[SAMPLE_DRAWN].values.long()
+
+
+def loss_weights(batch: PackedBatch) -> Tensor:
+    """Return float32 [N]: the weight that a user's task gave each sample's row; 1 without such a task."""
+    return batch[LOSS_WEIGHTS].values.float() if LOSS_WEIGHTS in batch.columns else torch.ones(len(batch))
 
 
 def has_reward(batch: PackedBatch) -> Tensor:
@@ -800,15 +804,13 @@ class SFT(Algorithm[SFTConfig]):
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         raise AssertionError("nothing is rewarded")
 
-    def counts(self, batch: PackedBatch) -> LossCounts:
-        keep_N, begins_N = self._weights(batch) > 0, batch[ROW_BEGINS].values
-        number = int((keep_N & begins_N).sum())
-        return LossCounts(tokens=int(drawn(batch)[keep_N].sum()), sequences=number, responses=int(begins_N.sum()))
-
     def loss(self, batch: PackedBatch, *, device: torch.device) -> CrossEntropy:
         """Return the loss of a micro-batch: samples with, optionally, `loss_weights`, one per row."""
         (weight_A,) = to_device([self._token_weights(batch)], device)
         return CrossEntropy(weight_A)
 
     def _weights(self, batch: PackedBatch) -> Tensor:
-        return torch.ones(len(batch)) if LOSS_WEIGHTS not in batch.columns else batch[LOSS_WEIGHTS].values.float()
+        return loss_weights(batch)
+
+    def _is_judged(self, batch: PackedBatch) -> Tensor:
+        return torch.ones(len(batch), dtype=torch.bool)

@@ -189,10 +189,8 @@ class Evaluator:
             scored = self._answer(one, version)
             if scored is None:
                 return
-            scores = [score.result() for _, score in scored]
-            self._check_failures(version, one, [rollout for rollout, _ in scored], scores)
             lines[one.name] = evaluation_line(
-                [Answer.from_scored(one, rollout, score) for (rollout, _), score in zip(scored, scores, strict=True)],
+                [Answer.from_scored(one, rollout, score.result()) for rollout, score in scored],
                 version=version,
                 time_s=self._context.elapsed_s,
                 seconds=time.monotonic() - own_began,
@@ -211,9 +209,6 @@ class Evaluator:
             scored = self._answer(one, version)
             if scored is None:
                 return
-            self._check_failures(
-                version, one, [rollout for rollout, _ in scored], [score.result() for _, score in scored]
-            )
             answers = sorted(scored, key=lambda each: each[0].index)
             lines.write([asdict(Answer.from_scored(one, rollout, score.result())) for rollout, score in answers])
             self._write_samples(one, answers, version)
@@ -224,11 +219,14 @@ class Evaluator:
         self._samples.write(rollouts, [score.result() for _, score in answers], groups, step=version.step)
 
     def _answer(self, one: "HeldOut", version: Version) -> list[_Scored] | None:
-        """Answer a set with the loaded weights; None: the run stops."""
+        """Answer a set with the loaded weights; None: the run stops. Raises UserCodeFailed as `evaluate` does."""
         self._draw_by(one.sampling)
         with self._context.timeline.span("evaluate", step=version.step, rows=len(one.requests)):
             scored = self._generate(one, version)
-            return scored if self._wait_scores(scored) else None
+            if not self._wait_scores(scored):
+                return None
+        self._check_failures(version, one, scored)
+        return scored
 
     def _draw_by(self, sampling: SamplingConfig) -> None:
         """Have the engine draw so, if the sets draw in different ways."""
@@ -257,20 +255,14 @@ class Evaluator:
         self._samples.close()
         self._lines.close()
 
-    def _check_failures(
-        self,
-        version: Version,
-        one: "HeldOut",
-        rollouts: Sequence[FinishedRollout],
-        scores: Sequence[ScoredResponse],
-    ) -> None:
+    def _check_failures(self, version: Version, one: "HeldOut", scored: Sequence[_Scored]) -> None:
         """Raise UserCodeFailed if too much failed for a fair accuracy; skipped tasks do not count as failed."""
-        if not rollouts:  # a set with fewer prompts than instances that share them
+        if not scored:  # a set with fewer prompts than instances that share them
             return
         where = f"evaluation of step {version.step}{f' on {one.name}' if one.name else ''}"
         config = self._context.config
-        not_made = [one.failure for one in rollouts if one.failure and not one.skipped]
-        made = [score.failure for one, score in zip(rollouts, scores, strict=True) if not one.failure]
+        not_made = [rollout.failure for rollout, _ in scored if rollout.failure and not rollout.skipped]
+        made = [score.result().failure for rollout, score in scored if not rollout.failure]
         unscored = [failure for failure in made if failure]
         what = config.rollout.own_name
         if not made:

@@ -63,7 +63,6 @@ class Feeder:
         self._needed: Version | None = None
         self._stopped = False
         self._failure: Exception | None = None
-        self._closed = False
         self._asking_since: float | None = None
         self._closing = threading.Event()
         self._monitor = StallMonitor(producers_timeout_s=0.0)
@@ -112,7 +111,6 @@ class Feeder:
         """End the thread once its pending request is answered; idempotent."""
         self._closing.set()
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
 
     def _lease_until_closed(self) -> None:
@@ -126,7 +124,7 @@ class Feeder:
     def _may_ask(self) -> bool:
         """Wait until there is something to lease; return False when there never will be."""
         with self._changed:
-            while not self._closed and not self._stopped:
+            while not self._closing.is_set() and not self._stopped:
                 gated = self._needed is not None and self._needed > self._version
                 if self._num_rows > 0 and not gated:
                     return True

@@ -395,18 +395,14 @@ class DPPOConfig(TurnCreditConfig, GroupConfig):
 
     def check(self, run: Any) -> None:
         """Refuse `divergence_top_k` where the likeliest tokens are not reported, or not scored in training."""
-        for what, given, able in (
+        for key, given, able in (
             ("rollout.engine", run.rollout.engine, ("hf", "vllm")),
             ("actor.engine", run.actor.engine, ("fsdp",)),
             ("actor.tri_model", run.actor.tri_model, (False,)),
             ("rollout.keep_sampling_mask", run.rollout.keeps_mask, (False,)),
         ):
             if self.divergence_top_k and given not in able:
-                raise ConfigError(
-                    f"{what}: {str(given).lower()} cannot be used with algorithm.divergence_top_k, which needs "
-                    f"log-probabilities of tokens that were not drawn; set it to "
-                    f"{' or '.join(map(str, able)).lower()}, or divergence_top_k to 0"
-                )
+                raise _refused_for_tokens(key, given, able, "divergence_top_k")
         if self.divergence_top_k and (run.rollout.is_own or run.roles.get("rollout") == 0):
             what = run.rollout.own_name if run.rollout.is_own else "roles: rollout:0"
             raise ConfigError(
@@ -624,10 +620,7 @@ class DistillConfig(PPOClipConfig, PolicyConfig):
             ("actor.tri_model", run.actor.tri_model, (False,)),
         ):
             if self.top_k and given not in able:
-                raise ConfigError(
-                    f"{key}: {str(given).lower()} cannot be used with algorithm.top_k, which needs log-probabilities "
-                    f"of tokens that were not drawn; set it to {' or '.join(map(str, able)).lower()}, or top_k to 0"
-                )
+                raise _refused_for_tokens(key, given, able, "top_k")
         role = "teacher" if self.has_own_teacher else "ref"
         if self.top_k and run.roles.get(role) == 0:
             raise ConfigError(
@@ -815,6 +808,13 @@ class SFTConfig(PolicyConfig):
             raise ConfigError(
                 f"{run.rollout.own_name}: cannot be used with algorithm.name sft, which generates nothing; remove it"
             )
+
+
+def _refused_for_tokens(key: str, given: object, able: tuple[object, ...], setting: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {str(given).lower()} cannot be used with algorithm.{setting}, which needs log-probabilities of tokens "
+        f"that were not drawn; set it to {' or '.join(map(str, able)).lower()}, or {setting} to 0"
+    )
 
 
 # Section `algorithm`: its `name` chooses one of these classes.

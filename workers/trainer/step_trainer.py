@@ -242,12 +242,12 @@ class StepTrainer:
         self, record: StepRecord, learner: "Learner", batch: PackedBatch, loss: MicroLoss, compared: Comparison | None
     ) -> None:
         """Note the figures of a micro-batch, once its loss was called."""
-        if self._move_probe is not None and compared is not None:
+        if compared is not None:
             assert compared.log_probs_A is not None, "the loss was called"
-            self._move_probe.keep(batch, compared.log_probs_A)
-        if self._counts and self._trained_log is not None and compared is not None:
-            assert compared.log_probs_A is not None, "the loss was called"
-            record.kept += self._trained_log.find_rows(batch, compared.log_probs_A)
+            if self._move_probe is not None:
+                self._move_probe.keep(batch, compared.log_probs_A)
+            if self._counts and self._trained_log is not None:
+                record.kept += self._trained_log.find_rows(batch, compared.log_probs_A)
         if self._counts:
             gap = {} if compared is None else compared.stats
             record.add_loss(learner.model, self._algorithm.counts(batch), loss.stats, gap)
