@@ -12,11 +12,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.agents.wire import Setup
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.data.prompt_rows import PromptRow, ShownPrompt
@@ -90,18 +91,8 @@ def check_rollout_code(config: RunConfig, here: Roles = all_roles) -> None:
     own = config.rollout
     if not (own.is_own and here("rollout")):
         return
-    settings = {
-        "model_dir": str(Path(config.model.path)),
-        "renderer": config.model.renderer,
-        "templates": msgspec.to_builtins(config.data.templates),
-        "function": own.function,
-        "agent": own.agent,
-        "tools": list(own.tools),
-        "models": {name: served.model_dump() for name, served in own.models.items()},
-    }
-    pool = CallPool(
-        Entry("workers.agents.agent_checks:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1
-    )
+    entry = Entry("workers.agents.agent_checks:usable", {"setup": msgspec.to_builtins(_setup(config))})
+    pool = CallPool(entry, what="rollout", limit="", timeout_s=60.0, concurrency=1)
     try:
         pool.until_ready()
         for what in pool.call_and_wait(on="the renderer"):
@@ -181,29 +172,16 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
     if not (own.is_own and own.trial):
         return
     limit_s = min(own.timeout_s, _TRIAL_S)
-    # As in the run, but with one attempt, one worker and few turns.
-    setup = {
-        "model_dir": str(Path(config.model.path)),
-        "renderer": config.model.renderer,
-        "function": own.function,
-        "agent": own.agent,
-        "command": list(own.agent_command),
-        "tools": list(own.tools),
-        "timeout_s": limit_s,
-        "max_turns": min(own.max_turns or _TRIAL_TURNS, _TRIAL_TURNS),
-        "max_tokens": own.max_drawn_tokens,
-        "max_context": 0,
-        "max_response_tokens": own.max_response_tokens,
-        "max_attempts": 1,
-        "num_workers": 1,
-        "models": {name: served.model_dump() for name, served in own.models.items()},
-        "max_memory_bytes": int(own.max_memory_gb * 2**30),
-        "max_file_bytes": int(own.max_file_gb * 2**30),
-        "stall_timeout_s": own.stall_timeout_s,
-        "templates": msgspec.to_builtins(config.data.templates),
-    }
+    setup = replace(
+        _setup(config),
+        timeout_s=limit_s,
+        max_turns=min(own.max_turns or _TRIAL_TURNS, _TRIAL_TURNS),
+        max_attempts=1,
+        num_workers=1,
+        tells_turns=False,
+    )
     about = f"(a trial rollout of {row.describe_place(config.data)}, whose every reply is its ground truth)"
-    entry = Entry("workers.agents.agent_checks:trial", {"setup": setup})
+    entry = Entry("workers.agents.agent_checks:trial", {"setup": msgspec.to_builtins(setup)})
     pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
     try:
         pool.until_ready()
@@ -230,6 +208,10 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
             f"{what}: gave no reward, and the row has no ground truth for reward.function {config.reward.function} to "
             f"compare with {about}; return a reward, or name data.ground_truth_field"
         )
+
+
+def _setup(config: RunConfig) -> Setup:
+    return Setup.from_config(config, max_context=0, max_response_tokens=config.rollout.max_response_tokens)
 
 
 def _is_scored_otherwise(config: RunConfig) -> bool:

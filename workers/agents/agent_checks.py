@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.agents.api import load_tools
@@ -30,37 +31,29 @@ from workers.agents.worker import load_rollout
 from workers.calls.child_process import Refused, StreamChannel
 from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
-from workers.settings.data import TemplateSettings
 
 _END_S = 5.0  # time that a trial's processes have to end (s); after that they die with this process
 
 
-def usable(
-    *,
-    model_dir: str,
-    renderer: str | None,
-    templates: Mapping[str, Any],
-    function: str | None,
-    agent: str | None,
-    tools: Sequence[str],
-    models: Mapping[str, Mapping[str, Any]],
-) -> Callee:
+def usable(setup: Mapping[str, Any]) -> Callee:
     """Import the user's function, tools and renderer, and check that the keys of other models are set.
 
-    The returned callee lists, in words, what the renderer cannot do. Raises ConfigError if anything is unusable, or the
-    model's template ignores tools.
+    The returned callee lists, in words, what the renderer cannot do. `setup` is a `workers.agents.wire.Setup` as
+    builtins. Raises ConfigError if anything is unusable, or the model's template ignores tools.
     """
-    given = load_tools(tools)
-    if function is not None or agent is not None:
-        environment = getattr(load_rollout(function, agent), "__self__", None)
-        given += getattr(environment, "tools", ())
-    for name, settings in models.items():
+    given = msgspec.convert(setup, Setup)
+    tools = load_tools(given.tools)
+    if given.function is not None or given.agent is not None:
+        environment = getattr(load_rollout(given.function, given.agent), "__self__", None)
+        tools += getattr(environment, "tools", ())
+    for name, settings in given.models.items():
         OtherModel(name, settings)
-    described = [tool.description for tool in given]
-    rendering = load_renderer(Path(model_dir), renderer, msgspec.convert(templates, TemplateSettings))
+    described = [tool.description for tool in tools]
+    model_dir, renderer = Path(given.model_dir), given.renderer
+    rendering = load_renderer(model_dir, renderer, given.templates)
     missing: list[str] = []
     if renderer is None or ":" not in renderer:  # a user's class may know only a few words
-        missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)
+        missing = prove(rendering, load_tokenizer(model_dir), described or None)
     return Callee(lambda: missing)
 
 
@@ -69,15 +62,15 @@ def trial(setup: Mapping[str, Any]) -> Callee:
     reward.
 
     Session service, workers, gateway and programs are those of a run; in place of the policy, the ground truth replies.
-    `setup` has the fields of `workers.agents.wire.Setup`, except for paths and secrets.
+    `setup` is a `workers.agents.wire.Setup` as builtins; directory and secret are made here.
     """
-    tokenizer = load_tokenizer(Path(setup["model_dir"]))
+    given = msgspec.convert(setup, Setup)
+    tokenizer = load_tokenizer(Path(given.model_dir))
 
     def make(task: str, ground_truth: str) -> dict[str, Any]:
         words = tokenizer.encode(ground_truth, add_special_tokens=False) if ground_truth else []
         with tempfile.TemporaryDirectory(prefix="trial-", ignore_cleanup_errors=True) as scratch:
-            given = {**setup, "templates": msgspec.convert(setup["templates"], TemplateSettings)}
-            whole = Setup(**given, scratch=scratch, seal=secrets.token_bytes(32))
+            whole = replace(given, scratch=scratch, seal=secrets.token_bytes(32))
             return asyncio.run(_one_rollout(whole, task, words))
 
     return Callee(make)

@@ -14,13 +14,17 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from workers.agents.turns import ChatRequest, Message, Reply
 from workers.calls.child_process import Loaded, Refused
 from workers.settings.data import TemplateSettings
+
+if TYPE_CHECKING:
+    from workers.settings.run import RunConfig
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +56,36 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     templates: TemplateSettings = TemplateSettings()
     stall_timeout_s: float = 10.0  # how long one step of a rollout may block its process's event loop
     tells_turns: bool = False  # `reward.function` may read the turns' messages
+
+    @staticmethod
+    def from_config(
+        config: "RunConfig", *, max_context: int, max_response_tokens: int, scratch: str = "", seal: bytes = b""
+    ) -> "Setup":
+        """Return the setup for a run's section `rollout`; the other arguments depend on the engine and the process."""
+        own = config.rollout
+        return Setup(
+            model_dir=str(Path(config.model.path)),
+            renderer=config.model.renderer,
+            templates=config.data.templates,
+            function=own.function,
+            agent=own.agent,
+            command=list(own.agent_command),
+            tools=list(own.tools),
+            timeout_s=own.timeout_s,
+            max_turns=own.max_turns,
+            max_tokens=own.max_drawn_tokens,
+            max_context=max_context,
+            max_response_tokens=max_response_tokens,
+            max_attempts=own.max_attempts,
+            num_workers=own.num_workers,
+            scratch=scratch,
+            models={name: served.model_dump() for name, served in own.models.items()},
+            max_memory_bytes=int(own.max_memory_gb * 2**30),
+            max_file_bytes=int(own.max_file_gb * 2**30),
+            seal=seal,
+            stall_timeout_s=own.stall_timeout_s,
+            tells_turns=config.reward.is_called,
+        )
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

@@ -410,31 +410,14 @@ def open_rollouts(
         return SingleTurn(
             engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).make_stop_strings(own.stop)
         )
-    model_dir = Path(config.model.path)
-    schedule = config.schedule
-    setup = Setup(
-        model_dir=str(model_dir),
-        renderer=config.model.renderer,
-        templates=config.data.templates,
-        function=own.function,
-        agent=own.agent,
-        command=list(own.agent_command),
-        tools=list(own.tools),
-        timeout_s=own.timeout_s,
-        max_turns=own.max_turns,
-        max_tokens=own.max_drawn_tokens,
+    setup = Setup.from_config(
+        config,
         max_context=longest_call(config, sampling) or 0,
         max_response_tokens=sampling.max_response_tokens,
-        max_attempts=own.max_attempts,
-        num_workers=own.num_workers,
         scratch=str(context.run_dir / "scratch" / context.gang.name),
-        models={name: served.model_dump() for name, served in own.models.items()},
-        max_memory_bytes=int(own.max_memory_gb * 2**30),
-        max_file_bytes=int(own.max_file_gb * 2**30),
         seal=secrets.token_bytes(32),
-        stall_timeout_s=own.stall_timeout_s,
-        tells_turns=config.reward.is_called,
     )
+    schedule = config.schedule
     # All rows that admission can have open at once.
     admitted = schedule.step_rows * schedule.staleness.steps_in_flight
     return FunctionRollouts(

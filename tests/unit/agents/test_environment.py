@@ -4,15 +4,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from configs.smollm2_tools.calculator import Calculator
+from launcher.config.load_config import load_config
+from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
 from tests.support.policies import Played, played
 from workers.agents import BudgetSpent, Environment, Reply, Task, tool
 from workers.agents.agent_checks import usable
 from workers.agents.turns import Message
+from workers.agents.wire import Setup
 from workers.agents.worker import load_rollout
 
 REWARDS = [-0.25, -0.25, 1.0]
@@ -165,25 +169,21 @@ def test_tools_of_an_environment_need_a_template_that_writes_them(
     for family in ("qwen2.5", "smollm2"):
         tokenizer(family).save_pretrained(tmp_path / family)
         (tmp_path / family / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 0}')
-    usable(
-        model_dir=str(tmp_path / "qwen2.5"),
-        renderer=None,
-        templates={},
-        function="my_tool_game:Game",
-        agent=None,
-        tools=[],
-        models={},
-    )
+    usable(setup_with_game(tmp_path / "qwen2.5"))
     with pytest.raises(ConfigError, match="ignores tools"):
-        usable(
-            model_dir=str(tmp_path / "smollm2"),
-            renderer=None,
-            templates={},
-            function="my_tool_game:Game",
-            agent=None,
-            tools=[],
-            models={},
-        )
+        usable(setup_with_game(tmp_path / "smollm2"))
+
+
+def setup_with_game(model_dir: Path) -> dict[str, Any]:
+    changed = (
+        f"model.path={model_dir}",
+        "model.renderer=null",
+        "rollout.function=my_tool_game:Game",
+        "rollout.tools=[]",
+    )
+    config = load_config(find_recipe("quickstart-tools"), overrides=changed)
+    setup: dict[str, Any] = msgspec.to_builtins(Setup.from_config(config, max_context=0, max_response_tokens=8))
+    return setup
 
 
 def test_calculator_of_the_recipe_takes_two_turns() -> None:
