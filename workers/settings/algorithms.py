@@ -8,7 +8,7 @@ PolicyConfig            what every policy loss has
   |    |- DAPOConfig  ReinforcePlusPlusConfig  PPOConfig
   |    '- GroupConfig   rewards are compared within their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
   '- RLOOConfig         the KL penalty is part of the reward
-PPOClipConfig           PPO's clip and the dual clip, for all but CISPO and DPPO
+PPOClipConfig           PPO's clip and the dual clip, for all but CISPO, DPPO and SFT
 
 A key of another algorithm is refused.
 """
