@@ -254,5 +254,5 @@ def _check_external(external: Sequence[str], gangs: Sequence[GangSpec]) -> None:
         if by_name[name].parts != (HEAD,):
             raise ConfigError(
                 f"launcher.external_gangs: {name!r} is placed on node {by_name[name].parts[-1]}, but only gangs of "
-                f"node 0 may be started by hand"
+                f"node 0 may be started by hand; leave it out"
             )

@@ -44,7 +44,8 @@ def check_lengths(config: SimConfig) -> None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
         if not numbers or not all(0 < number < math.inf for number in numbers):
-            raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
+            wrong = next((number for number in numbers if not 0 < number < math.inf), "no number")
+            raise ConfigError(f"sim.lengths_file: {path} has {wrong}; give one number above 0 a line")
 
 
 class Data(NamedTuple):

@@ -268,7 +268,9 @@ class NodeRun:
         def load_job() -> Job:
             job = Job.load(self.run_dir)
             if job.secret != link.job.secret:
-                raise ConfigError(f"run directory: another run began in {self.run_dir}")
+                raise ConfigError(
+                    f"run directory: another run began in {self.run_dir}; give each run one of its own (--run-dir)"
+                )
             return job
 
         host = LocalGangs(

@@ -97,7 +97,10 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     has_weights = any(Path(path).glob("*.safetensors"))
     sizes = ModelSizes.from_config(read_model_config(Path(path)), count_parameters(Path(path)) if has_weights else None)
     if sizes is None or not sizes.num_parameters:
-        raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
+        raise ConfigError(
+            f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known; name one of a "
+            f"family in docs/models.md"
+        )
     return sizes
 
 

@@ -298,7 +298,10 @@ def _check(config: RunConfig, turns: Turns | None) -> None:
             f"actor.engine: sim cannot be used with algorithm.name {name}, whose critic is trained; use fsdp"
         )
     if config.outside_roles:
-        raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
+        role = config.outside_roles[0]
+        raise ConfigError(
+            f"roles: {role}:0 cannot be planned, since the speed of processes outside is not known; plan with {role}:1"
+        )
     if "teacher" in config.roles:
         raise ConfigError(
             "roles: teacher cannot be planned, since how long its models take is not estimated; launch as many as a "

@@ -153,7 +153,9 @@ class BatchRequest(SlurmOptions):
         for option in ("container_image", "container_mounts"):
             value = getattr(self, option)
             if not value.isprintable():
-                raise ConfigError(f"--{option.replace('_', '-')}: {value!r} has characters that no name has")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')}: {value!r} has characters that cannot be printed; remove them"
+                )
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts: there is no container; give --container-image, too")
         return [_Mount.parse(text) for text in self.container_mounts.split(",")] if self.container_mounts else []
@@ -173,7 +175,9 @@ class BatchRequest(SlurmOptions):
                     f"above it, under its own path"
                 )
             if shown.read_only and path == accepted.run_dir:
-                raise ConfigError(f"--container-mounts: the run directory {path} is read-only in the container")
+                raise ConfigError(
+                    f"--container-mounts: the run directory {path} is read-only in the container; leave its :ro out"
+                )
 
     def _check_times(self, stop_s: int, save: StopSave) -> None:
         if self.signal_s < stop_s:

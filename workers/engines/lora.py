@@ -263,13 +263,17 @@ def check_adapter(directory: Path, lora: LoraConfig, targets: Mapping[str, tuple
     shapes = adapter_shapes(targets, lora.rank)
     missing, unknown = shapes.keys() - held.keys(), held.keys() - shapes.keys()
     if missing or unknown:
-        lacks, others = (few_of(names) or "nothing" for names in (missing, unknown))
+        found = [f"{what} {few_of(names)}" for what, names in (("lacks", missing), ("also has", unknown)) if names]
         raise ConfigError(
-            f"{given} does not fit lora.targets {lora.targets!r}: it lacks {lacks}, and has besides {others}"
+            f"{given} does not fit lora.targets {lora.targets!r}: it {' and '.join(found)}; set them to the adapter's "
+            f"target_modules, or name another adapter"
         )
     for name, shape in shapes.items():
         if held[name].shape != shape:
-            raise ConfigError(f"{given}: {name} has shape {held[name].shape}, but the model asks for {shape}")
+            raise ConfigError(
+                f"{given}: {name} has shape {held[name].shape}, but the model asks for {shape}; name an adapter of "
+                f"this model"
+            )
         if held[name].dtype not in FLOATS:
             raise ConfigError(f"{given}: {name} has elements of type {held[name].dtype}; name an adapter of floats")
         if not is_finite(held[name]):
@@ -290,7 +294,7 @@ def _check_plain(config: Mapping[str, Any], given: str) -> None:
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() != "gaussian":
         raise ConfigError(
-            f"{given} was made with init_lora_weights {init}, which rewrites the base; convert it by peft"
+            f"{given} was made with init_lora_weights {init}, which rewrites the base; convert it with peft"
         )
     for key in ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save",
                 "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "fan_in_fan_out",

@@ -153,7 +153,7 @@ class LocalEngines:
             DeadlineExceeded: no row was ready in time.
         """
         if task not in self._tasks:
-            raise ConfigError(f"task {task!r}: the queue has {' '.join(self._tasks)}")
+            raise ConfigError(f"task: {task!r} is not a task of the queue; name one of {' '.join(self._tasks)}")
         num_rows = self.config.schedule.step_rows if num_rows is None else num_rows
         fetched = self._client.fetch(task, num_rows=num_rows, timeout_s=timeout_s)
         if not isinstance(fetched, Lease):

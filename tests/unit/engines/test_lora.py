@@ -400,7 +400,7 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora_B.weight has shape \(16, 2\), but the model asks for \(12, 2\)"):
         check_adapter(tmp_path, lora, {"model.layers.0.mlp.up_proj": (12, 8)})
     save_file({"other": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="it lacks base_model.* and has besides other"):
+    with pytest.raises(ConfigError, match="it lacks base_model.* and also has other; set them to"):
         check_adapter(tmp_path, lora, targets)
     with pytest.raises(ConfigError, match="cannot be read as an adapter"):
         check_adapter(tmp_path / "nowhere", lora, targets)

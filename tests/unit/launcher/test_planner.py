@@ -226,6 +226,9 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
     absent = sim_run(lengths="file", lengths_file=str(tmp_path / "absent.txt"))
     with pytest.raises(ConfigError, match=r"sim.lengths_file: .*absent.txt cannot be read"):
         open_planner(absent, devices=8, device=None)
+    (tmp_path / "lengths.txt").write_text("12\n0\n")
+    with pytest.raises(ConfigError, match=r"sim.lengths_file: .*lengths.txt has 0.0; give one number above 0 a line"):
+        open_planner(sim_run(lengths="file", lengths_file=str(tmp_path / "lengths.txt")), devices=8, device=None)
     with pytest.raises(ConfigError, match="--lengths .*: has no lengths"):
         recorded_lengths(tmp_path / "absent", seed=0)
 

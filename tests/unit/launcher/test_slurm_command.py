@@ -173,7 +173,7 @@ def test_packaged_recipe_is_the_containers_own(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--container-mounts", "/a:/a"], "--container-mounts: there is no container; give --container-image, too"),
-        (["--container-image", "a\nb"], "--container-image: 'a\\nb' has characters that no name has"),
+        (["--container-image", "a\nb"], "--container-image: 'a\\nb' has characters that cannot be printed"),
         (["--container-image", "i", "--container-mounts", "/a,b:/b"], "--container-mounts: 'b:/b' is no mount; give "),
         (["--container-image", "i", "--container-mounts", "/a:"], "--container-mounts: '/a:' is no mount; give "),
         (["--container-image", "i"], "--container-mounts: the run directory "),
