@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import say_when
 from benchmarks.chaos.launched_run import LaunchedRun, overrides
-from workers.rank.device_turn import Patience
+from workers.rank.device_turn import YieldRule
 
 STEP_S = 4.0
 STEPS, SHORT_STEPS = 12, 4
@@ -32,7 +32,7 @@ def run(*, directory: Path, short: bool = False, **_: Any) -> dict[str, float]:
         launched.end_with(0, deadline_s=_DEADLINE_S)
         passings = passings_s(launched.run_dir)
     say_when(f"turns: {len(passings)} passings, median {statistics.median(passings):.4f} s, worst {max(passings):.4f}")
-    each = statistics.median(passings) + Patience.PARKED_S
+    each = statistics.median(passings) + YieldRule.PARKED_S
     return {"turn_overhead": 2 * each / STEP_S, "turn_passing_ms": 1000 * statistics.median(passings)}
 
 

@@ -12,7 +12,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.timeline import NoTimeline
 from tq.columns import PackedBatch
 from weightsync.version import Version
-from workers.rank.device_turn import Patience
+from workers.rank.device_turn import YieldRule
 from workers.trainer.actor import RoundsInTurns, sleepers
 
 BATCH = PackedBatch((), {})
@@ -66,7 +66,7 @@ def test_it_sleeps_while_no_round_is_ready_and_wakes_for_the_next(monkeypatch: p
 
 
 def test_wanted_devices_are_not_given_away_while_an_answer_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    soon = Patience.PARKED_S / 2
+    soon = YieldRule.PARKED_S / 2
     devices = Devices(monkeypatch, (False, soon, True), HERE, HERE, HERE)
     assert len(list(devices.rounds)) == 2
     assert devices.log == ["round 1", "round 2"]

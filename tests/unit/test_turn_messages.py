@@ -12,7 +12,7 @@ from asyncflow.sealed_store import SealedStore, connect_store
 from launcher.process.device_turn import DeviceTurn, TurnAsked, TurnEvent, TurnGiven, TurnLost
 from launcher.process.job_store import TIMEOUT, JobStore, TurnMessages
 from weightsync.version import Version
-from workers.rank.device_turn import INBOX, Patience, TurnHolder, TurnMessage, Word
+from workers.rank.device_turn import INBOX, TurnHolder, TurnMessage, Word, YieldRule
 
 SECRET = "5e"
 DEADLINE_S = 20
@@ -130,29 +130,29 @@ def test_messages_count_once_and_only_those_of_the_job(job: Job) -> None:
     assert job.events.empty()
 
 
-def test_patience_lasts_while_rows_may_come() -> None:
-    def over(*said: tuple[bool, float, bool]) -> bool:
-        return Patience(said).is_over
+def test_a_trainer_keeps_the_devices_while_rows_may_come() -> None:
+    def yields(*said: tuple[bool, float, bool]) -> bool:
+        return YieldRule(said).should_yield
 
-    parked, soon = Patience.PARKED_S, Patience.PARKED_S / 2
-    assert not over((False, parked, False), (False, parked, False)), "nobody wants the devices"
-    assert over((False, parked, True), (False, 9.0, False))
-    assert not over((False, soon, True), (False, 9.0, True)), "an answer may be on its way"
-    assert not over((False, 0.0, True)), "it reads rows"
-    assert not over((True, 0.0, True), (False, parked, True)), "a part of a round is here: the rest comes"
-    assert over((True, 0.0, True), (False, Patience.SKEW_S, True)), "its unit died: the rest is generated again"
-    assert Patience([(True, 0.0, True), (True, 0.0, True)]).all_have_rounds and not over((True, 0.0, True))
+    parked, soon = YieldRule.PARKED_S, YieldRule.PARKED_S / 2
+    assert not yields((False, parked, False), (False, parked, False)), "nobody wants the devices"
+    assert yields((False, parked, True), (False, 9.0, False))
+    assert not yields((False, soon, True), (False, 9.0, True)), "an answer may be on its way"
+    assert not yields((False, 0.0, True)), "it reads rows"
+    assert not yields((True, 0.0, True), (False, parked, True)), "a part of a round is here: the rest comes"
+    assert yields((True, 0.0, True), (False, YieldRule.SKEW_S, True)), "its unit died: the rest is generated again"
+    assert YieldRule([(True, 0.0, True), (True, 0.0, True)]).all_have_rounds and not yields((True, 0.0, True))
 
 
-def test_ranks_that_get_another_ones_rounds_have_no_say_in_the_patience() -> None:
+def test_ranks_that_get_another_ones_rounds_have_no_say_in_yielding() -> None:
     """Of a replica of several ranks, one asks the queue. The others are silent, or, where rows go from device to
     device, ready for whatever comes."""
-    parked, soon, follows = Patience.PARKED_S, Patience.PARKED_S / 2, math.inf
+    parked, soon, follows = YieldRule.PARKED_S, YieldRule.PARKED_S / 2, math.inf
     for ready in (False, True):
         follower = (ready, follows, True)
-        assert Patience([(False, parked, True), follower]).is_over
-        assert not Patience([(False, soon, True), follower]).is_over
-        assert not Patience([(True, 0.0, True), follower]).is_over, "its round is on the way"
-        stuck = (False, Patience.SKEW_S, True)
-        assert not Patience([(True, 0.0, True), follower, (False, parked, True), follower]).is_over
-        assert Patience([(True, 0.0, True), follower, stuck, follower]).is_over
+        assert YieldRule([(False, parked, True), follower]).should_yield
+        assert not YieldRule([(False, soon, True), follower]).should_yield
+        assert not YieldRule([(True, 0.0, True), follower]).should_yield, "its round is on the way"
+        stuck = (False, YieldRule.SKEW_S, True)
+        assert not YieldRule([(True, 0.0, True), follower, (False, parked, True), follower]).should_yield
+        assert YieldRule([(True, 0.0, True), follower, stuck, follower]).should_yield

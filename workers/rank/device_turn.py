@@ -213,8 +213,8 @@ def wait_for_devices(
         return turn.wait(stop)
 
 
-class Patience:
-    """How long the queue may be silent before a trainer gives the devices away that the other side wants. Pure.
+class YieldRule:
+    """When a trainer that waits for rows gives the devices away: how long the queue may be silent before. Pure.
 
     Rows that are ready come within milliseconds; beyond that a request is parked. All ranks of a gang are granted a
     round together and read it at about the same time: when one has its part, the others get theirs, unless a storage
@@ -238,7 +238,7 @@ class Patience:
         return any(wanted for _, _, wanted in self._said)
 
     @property
-    def is_over(self) -> bool:
+    def should_yield(self) -> bool:
         """Whether to give the devices away."""
         # Ranks that get their rounds from another one know nothing of the queue.
         asking = [(ready, seconds) for ready, seconds, _ in self._said if seconds < math.inf]

@@ -27,7 +27,7 @@ from workers.engines.base import SleepingGenerator, WakePart
 from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
 from workers.rank.context import LOADING, STARTING, WorkerContext
-from workers.rank.device_turn import WAITING, Patience, TurnHolder, open_turn, wait_for_devices
+from workers.rank.device_turn import WAITING, TurnHolder, YieldRule, open_turn, wait_for_devices
 from workers.records.samples import SampleLog, kept_groups
 from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import GroupReward, Scorer
@@ -82,7 +82,7 @@ class Feeder:
                 return False
             gated = self._needed is not None and self._needed > self._version
             since = self._asking_since
-            silent = since is not None and time.monotonic() - since >= Patience.PARKED_S
+            silent = since is not None and time.monotonic() - since >= YieldRule.PARKED_S
             return self._stopped or (self._num_rows > 0 and (gated or silent))
 
     def needed_version(self) -> Version | None:
@@ -456,7 +456,7 @@ class RolloutLoop:
         self._context.report_state("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
             if turn is not None and turn.wanted:
-                self._wake.wait(Patience.PARKED_S)
+                self._wake.wait(YieldRule.PARKED_S)
                 return
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass

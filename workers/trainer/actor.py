@@ -60,7 +60,7 @@ from workers.engines.load_engine import load_train_engine, load_value_engine, ro
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, ActorMessage, Kind
 from workers.rank.context import LOADING, REWARD, ROLLOUT, SAVING, STARTING, WorkerContext
-from workers.rank.device_turn import Patience, TurnHolder, open_turn, wait_for_devices
+from workers.rank.device_turn import TurnHolder, YieldRule, open_turn, wait_for_devices
 from workers.rank.peers import ReplicaPeers, ReplicaPlace, all_ranks, gather, meet_peers, open_replica, sum_over_ranks
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
@@ -721,22 +721,22 @@ class RoundsInTurns:
         """Wait for the next round, or the end; False: there is none, and the devices are wanted."""
         wanted = False
         while True:
-            patience = self._look(Patience.PARKED_S if wanted else _LOOK_S, give_way=not wanted)
-            if patience.all_have_rounds or patience.is_over:
-                return patience.all_have_rounds
-            wanted = patience.is_wanted
+            rule = self._look(YieldRule.PARKED_S if wanted else _LOOK_S, give_way=not wanted)
+            if rule.all_have_rounds or rule.should_yield:
+                return rule.all_have_rounds
+            wanted = rule.is_wanted
 
     def _wait_asleep(self) -> None:
         with self._context.timeline.span("asleep"):
             while not self._look(_LOOK_S, give_way=False).all_have_rounds:
                 pass
 
-    def _look(self, wait_s: float, *, give_way: bool) -> Patience:
+    def _look(self, wait_s: float, *, give_way: bool) -> YieldRule:
         """Wait up to `wait_s` for a round or, with `give_way`, until the devices are wanted; collective."""
         self._news.clear()
         if not self._loader.has_round and not (give_way and self._turn.wanted):
             self._news.wait(wait_s)
-        return Patience(gather([self._loader.has_round, self._loader.asking_s, self._turn.wanted]))
+        return YieldRule(gather([self._loader.has_round, self._loader.asking_s, self._turn.wanted]))
 
 
 def sleepers(config: RunConfig, models: Sequence[object]) -> tuple[Sleeper, ...]:
