@@ -5,7 +5,7 @@
 #     generator                       take the turn, wake weights | open, read, check, close | wake KV cache ... give it
 #
 # Each trainer rank has one device copy: memory of P x c / ranks bytes that it allocates once, beside PyTorch's
-# allocator, and keeps while it sleeps. The slot gets its bytes as ever: restarts, evaluations, other nodes and a moving
+# allocator, and keeps while it sleeps. The slot gets its bytes, too: restarts, evaluations, other nodes and a moving
 # reference read those.
 #
 # *Passing the turn is the acknowledgement.* A device copy is written only while the trainer has the turn, and read only

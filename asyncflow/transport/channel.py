@@ -82,7 +82,7 @@ _next_device = itertools.count()
 
 
 def spread_channels(num_threads: int) -> None:
-    """Have the groups that this process builds from now on share so many threads, in turn.
+    """Spread the groups that this process builds from now on over this many threads, in turn.
 
     Gloo reads all data of a device in its one thread, at the speed of one core. For a process that moves bulk data over
     several channels at the same time.

@@ -7,7 +7,7 @@ device; reward processes take one only with a reward model. Services come first,
     devices    node after node in the order of `roles_on_device`; an instance or a copy stays on one node, and leaves
                devices to smaller ones where it does not fit; a trainer that needs several nodes begins on an empty one
     cpu        as many ranks on every node, in the same order
-    rollout+actor: the actor is placed as ever, and instance after instance gets the devices of its ranks, in order
+    rollout+actor: the actor is placed as usual, and instance after instance gets the devices of its ranks, in order
     others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
 """
 

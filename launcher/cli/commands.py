@@ -36,7 +36,7 @@ main.add_command(launch, "launch")
 
 
 def _run_of(run_dir: Path | None, asked_by: str = "RUN_DIR") -> Path:
-    """Return the run that a command looks at, by default the newest; raises ConfigError if it is none."""
+    """Return the run that a command looks at, by default the newest; raises ConfigError if it is not a run."""
     from launcher.run.rundir import check_run_dir, newest_run
 
     return newest_run(asked_by, "name a run directory") if run_dir is None else check_run_dir(run_dir)

@@ -57,11 +57,13 @@ class Latency:
         fetch_s: from the grant of a lease until its rows are in hand.
         admit_s: from a published version until the prompts that it admits can be leased.
         transfer_s: from then until instances can load the version.
-        publish_s: for which publishing holds up the trainer, including records and peers at the end of a step.
+        swap_s: of an instance that takes newer weights; a cost model adds the time of the copy.
+        publish_s: how long publishing delays the trainer, including records and peers at the end of a step.
+        round_s: of the trainer per round: Python between rounds.
         request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, in all processes of the
             queue and in the client. It only counts where they share the machine with the workers.
-        turn_s: colocated roles: for which a turn has no holder, beside sleeping and waking: messages, and how long a
-            side looks whether more rows come.
+        turn_s: colocated roles: how long neither side has the devices when a turn passes, besides sleeping and waking:
+            messages, and the wait for more rows before a side gives them away.
     """
 
     # docs/performance.md measures six hops after a pause at 2.4 ms on two cores, and Python between micro-batches at

@@ -24,7 +24,7 @@ from launcher.run.rundir import RUNS, check_run_dir, newest_run
 from launcher.run.status import RunEnd, is_live, live_state
 
 LAST_STEPS = 10
-"""A final figure is the mean over so many steps."""
+"""A final figure is the mean over this many steps."""
 FIGURES = ("reward_mean", "accuracy", "evaluation/accuracy", "kl", "entropy", "response_tokens_mean",
            "truncated_fraction", "staleness_mean", "train_tokens_per_s", "step_time_s")  # fmt: skip
 _POLL_S = 0.2

@@ -6,7 +6,7 @@
     ledger.jsonl               the step that trained it, or what replaced its group  every row
 
 Where each row's lines are stands in `trace/index.sqlite`, which this command brings up to date first: it reads what was
-added to the files since, in transactions of a few megabytes, so a build that is killed goes on where it was. The run
+added to the files since, in transactions of a few megabytes, so a build that is killed resumes where it was. The run
 itself never reads or writes it. A file that was cut or replaced is read anew, and so is everything if the index is
 damaged.
 """
@@ -45,7 +45,7 @@ CREATE TABLE groups (number INTEGER, file INTEGER, place INTEGER, PRIMARY KEY (n
 
 
 class _Line(msgspec.Struct):
-    """What the index needs of a line of any of the files."""
+    """The fields of a line that the index needs, whichever file the line is of."""
 
     index: int | None = None
     indices: list[int] = []

@@ -57,7 +57,7 @@ from launcher.view.row_trace import RowTrace, log_prob_gaps
 Fields = dict[str, Any]
 
 MOST_POINTS = 1000
-"""A curve has at most so many points; more steps are averaged."""
+"""Most points of a curve; those of longer runs are means over several steps."""
 _LOG_BYTES = 64 * 1024
 _TIMELINE_BYTES = 32 * 2**20
 _NOT_CURVES = frozenset({"step", "lineage"})

@@ -437,7 +437,7 @@ class PolicyLoss:
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     per_sample: bool = False  # no sample's loss depends on other samples (`Algorithm.per_sample`)
-    teacher: "Teacher | None" = None
+    teacher: Teacher | None = None
     top: TopOutcomes | None = None  # for a clip that compares more than the drawn tokens
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
     # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`

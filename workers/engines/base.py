@@ -176,7 +176,7 @@ class ResamplingEngine(GenerateEngine, Protocol):
         """
 
 
-# Engines of sides that share devices and take turns (`roles: rollout+actor`): who sleeps holds no device memory.
+# Engines of sides that share devices and take turns (`roles: rollout+actor`). A side that sleeps has no device memory.
 #
 #     generator   sleep() ................ wake(WEIGHTS) -> load_weights() -> wake(KV_CACHE) -> step()
 #     trainer             wake() ... step, publish ....................... sleep()
@@ -193,14 +193,14 @@ class WakePart(StrEnum):
 class SleepingGenerator(GenerateEngine, Protocol):
     """A generating engine that can free its device memory between two steps.
 
-    While any part is asleep, `submit`, `cancel` and `abort` work as ever; `step` may not be called.
+    While any part is asleep, `submit`, `cancel` and `abort` work as usual; `step` may not be called.
     """
 
     def sleep(self) -> None:
         """Free device memory: weights and KV cache. It may be half awake, or asleep already.
 
-        Running responses stay. They keep their tokens and versions, and go on after `wake`; their keys and values are
-        computed again, with the weights of then, whatever `rollout.on_swap` says.
+        Running responses keep their tokens and versions, and continue after `wake`. Their keys and values are computed
+        again with the weights that are loaded by then, whatever `rollout.on_swap` says.
         """
 
     def wake(self, *parts: WakePart) -> None:
@@ -448,7 +448,7 @@ class DivisibleLoss(Protocol):
     """A `LossFunction` that may be a sum over samples, so that an engine can evaluate it for some of them at a time."""
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> Sequence[LossFunction] | None:
-        """Return the losses of neighbouring samples, whose sum is the whole; None: it is no sum over samples.
+        """Return the losses of neighbouring samples, whose sum is the whole; None: it is not a sum over samples.
 
         `sizes` are samples and drawn tokens of each part, in order.
         """

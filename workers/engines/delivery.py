@@ -55,24 +55,24 @@ _SCORING_SHARE = 0.01
 # Records that are kept. A generator loads the newest version that it has, so it is never that far behind.
 _KEPT_RECORDS = 64
 
-# After as many delivered versions a failure is forgotten. Not at once: an engine that takes only its first weights
+# A failure is forgotten after this many delivered versions. Not at once: an engine that takes only its first weights
 # would be started again for every version.
 _FORGIVEN_AFTER = 8
 
-# Root mean square difference (nats) of the probe's log-probabilities between two engines with the same weights: at most
-# this many times what rounding explains, before anything is known of these two engines; afterwards as many times what
-# they differed by. In between lies what makes no sense and is no proof either: `GapWatch` warns of that.
+# The largest root mean square difference (nats) of the probe's log-probabilities between two engines with the same
+# weights: at first this many times what rounding explains; once it is known how far these two engines differ, this many
+# times that. A smaller difference may still be too large to make sense, but proves nothing: `GapWatch` warns of it.
 _ERRORS_AT_FIRST, _TIMES_AS_BEFORE = 10.0, 6.0
-# What two engines differ by is known after so many versions, from at most so many. Not sooner: in bfloat16 they may
-# agree to the last bit for one version, and not for the next.
+# How far two engines differ is known after the first number of versions, from the second number of newest ones. Not
+# sooner: in bfloat16 they may agree to the last bit for one version, and not for the next.
 _KNOWN_AFTER, _REMEMBERED = 8, 16
-# They are not taken to differ by less than this part of what rounding explains.
+# The difference is never assumed to be below this part of what rounding explains.
 _LEAST_NOISE = 0.01
-# The part of the trainer's move that a generator made is known if the move is this many times the noise in it; then
-# less than half of it is not due to chance.
+# If the trainer moved by this many times the noise, a generator that made less than this part of the move did not do so
+# by chance.
 _CLEAR_MOVE, _LEAST_PART = 12.0, 0.5
-# An adapter is not lost in rounding if the trainer's log-probabilities of so many tokens move: where a few roundings
-# turn out differently, the tokens before them stay.
+# An adapter's change counts as visible if the trainer's log-probabilities of this share of the tokens move. Where only
+# a few roundings turn out differently, the tokens before them stay.
 _MOVED = 0.9
 
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
@@ -408,7 +408,7 @@ class DeliveryCheck:
         return text
 
     def _fail(self, version: Version, why: str) -> None:
-        """Raise what says so; this process has not drawn a token with these weights."""
+        """Raise WeightsNotDelivered or, once more after a restart, WeightsNeverDelivered. No token was drawn yet."""
         assert self._store is not None, "a record was read from it"
         error: type[WeightsNotDelivered] = WeightsNotDelivered
         what_next = "no response drawn with them is trained; the instance starts again and loads the newest weights"
@@ -424,7 +424,7 @@ class DeliveryCheck:
     def _report(
         self, version: Version, number: int, num_tensors: int, expected_A: Tensor, found_CA: Tensor | None
     ) -> None:
-        """Say once what is proven here, and warn if nothing is."""
+        """Log once what is proven for this engine; warn if nothing is."""
         numbers = "log-probabilities are not compared"
         if found_CA is not None:
             numbers = f"log-probabilities within {max(_rms(each - expected_A) for each in found_CA):.2g} nats"
@@ -433,8 +433,8 @@ class DeliveryCheck:
             logger.info("%s", text)
         else:
             self._context.warn_user(
-                f"the engine of {self._context.name} says nothing by which the delivery of weights can be proven "
-                f"(`weight_checksums`, `prompt_log_probs`; docs/weightsync.md)"
+                f"the engine of {self._context.name} has neither `weight_checksums` nor `prompt_log_probs`, so nothing "
+                f"proves that it computes with the weights that it is sent (docs/weightsync.md)"
             )
 
 

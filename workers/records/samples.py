@@ -35,8 +35,8 @@ from workers.rows.packed_rows import ROW_DRAWN, SAMPLE_DRAWN
 from workers.settings.run import RunConfig
 
 MOST_TOKENS = 256
-"""So many tokens of a row are kept with their log-probabilities, the first ones: about 4 KB."""
-# Leases wait in memory for the disk, and later ones are dropped; returned rows are known if they are among so many.
+"""Only the first tokens of a row are kept with their log-probabilities: about 4 KB."""
+# Most leases that wait in memory for the disk (later ones are dropped), and newest rows whose return is recognized.
 _MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
 _encoder = msgspec.json.Encoder()

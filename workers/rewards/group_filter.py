@@ -1,7 +1,7 @@
 """Which groups are trained on (`algorithm.group_filter`): refused ones leave the queue, and the next tasks replace
 them.
 
-    responses of a group are scored -> the filter keeps it    -> put, as ever
+    responses of a group are scored -> the filter keeps it    -> put, as usual
                                    '-> the filter refuses it  -> `Lease.filter`: the group leaves the queue, admission
                                                                  puts the next task into its step, and the ledger gets
                                                                  a line

@@ -280,7 +280,7 @@ class RolloutLoop:
     # keeps its responses and leases, leases more, and serves users' code, which needs no device.
 
     def _stays_awake(self, turn: TurnHolder) -> bool:
-        """Return whether the loop may go on and draw; False: look again."""
+        """Return whether the loop may draw; False: look again."""
         if self._awake:
             at_once = turn.wanted_at_once or self._config.schedule.mode.interrupts_for_turns
             if turn.wanted and (at_once or self._is_idle()):

@@ -55,7 +55,7 @@ class Rollouts(Protocol):
     def step(self, wake: threading.Event, *, hold: bool = False, asleep: bool = False) -> list[FinishedRollout]:
         """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones. `hold`: start
         no new responses, so that the engine becomes idle for new weights. `asleep`: draw nothing, since the engine
-        sleeps; users' code goes on."""
+        sleeps; users' code continues."""
 
     def abort(self) -> None:
         """Drop all rollouts."""

@@ -13,8 +13,7 @@ is missing (just after a resume), its tokens keep the log-probabilities that the
 
     step 7, max_staleness 1     held: version 5      trained: version 6      before its update 6 replaces 5
 
-The reference is the initial model. Called by `step_trainer`; all ranks make the same calls, with or without
-rows.
+The reference is the initial model. Called by `step_trainer`; all ranks make the same calls, with or without rows.
 
 Legend of shapes: A drawn tokens of a micro-batch.
 """

@@ -322,7 +322,7 @@ def _boxes_of(model: Any, prefix: str, layer: Any, values: Tensor) -> Iterator[t
 def _rows_of(
     stems: Sequence[str], sizes: Sequence[int], numbers: Sequence[int], values: Tensor
 ) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield the parts of a parameter of which each has some rows, as its `numbers`-th part of so many."""
+    """Yield the parts of a fused parameter: `sizes` rows of each stem, its `numbers`-th block of that size."""
     if len(stems) != len(sizes) or sum(sizes) != len(values):
         return
     for stem, size, number, part in zip(stems, sizes, numbers, torch.split(values, list(sizes)), strict=True):
