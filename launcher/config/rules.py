@@ -414,13 +414,13 @@ def check_batch_sizes(config: RunConfig) -> None:
         fits = _either(groups - groups % ranks, groups - groups % ranks + ranks)
         raise ConfigError(
             f"schedule.rollout_batch_size: {groups} groups do not divide over {_trainers(config)}; use {fits} "
-            f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
+            f"groups, or {_either(*_nearest(ranks, divisors(groups)))} {_kind(config)}"
         )
     updates, own = config.actor.num_mini_batches, groups // ranks
     if own % updates:
         raise ConfigError(
             f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {own} groups per step "
-            f"({groups} groups over {_trainers(config)}); use {_either(*_nearest(updates, _divisors(own)))}"
+            f"({groups} groups over {_trainers(config)}); use {_either(*_nearest(updates, divisors(own)))}"
         )
     samples = own // updates * group_size
     _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
@@ -432,7 +432,7 @@ def _check_critic(config: RunConfig) -> None:
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     ranks, updates = config.roles["critic"], config.actor.num_mini_batches
     if groups % (ranks * updates):
-        fitting = [number for number in _divisors(groups) if groups % (number * updates) == 0]
+        fitting = [number for number in divisors(groups) if groups % (number * updates) == 0]
         raise ConfigError(
             f"roles: {groups} groups (schedule.rollout_batch_size) do not divide over critic:{ranks} and {updates} "
             f"updates a step; use {_either(*_nearest(ranks, fitting))} critic ranks"
@@ -443,7 +443,7 @@ def _check_critic(config: RunConfig) -> None:
 def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
     updates = config.actor.num_mini_batches
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
-    fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
+    fitting = [size for size in divisors(samples) if size % group_size == 0 or group_size % size == 0]
     if micro not in fitting:
         per = "per step" if updates == 1 else f"per update, {updates} a step"
         over = _trainers(config) if role == "actor" else f"{role}:{config.roles[role]}"
@@ -473,7 +473,8 @@ def _trainers(config: RunConfig) -> str:
     return f"the {config.actor.num_replicas(ranks)} replicas of actor:{ranks}"
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

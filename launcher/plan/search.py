@@ -20,7 +20,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import SettingsT
 from launcher.checks.models import device_memory
 from launcher.checks.placement import Devices, place_gangs
-from launcher.config.rules import AT_START, check_batch_sizes, check_rules
+from launcher.config.rules import AT_START, check_batch_sizes, check_rules, divisors
 from launcher.plan.cost_model import CostModel, Device, Workload, devices_of
 from launcher.plan.scenario import (
     Latency,
@@ -263,7 +263,7 @@ def colocated_splits(config: RunConfig, totals: Sequence[int], share: float | No
         return
     joint = config.colocated or COLOCATED
     fixed = {role: number for role, number in config.roles.items() if role not in (*SIZED, *joint)}
-    sizes = [number * replica for number in _divisors(config.schedule.rollout_batch_size)]
+    sizes = [number * replica for number in divisors(config.schedule.rollout_batch_size)]
     sizes = [number for number in sizes if number % instance == 0]
     for total in totals:
         for critic in {each for number in sizes for each in _critics(config, number)}:
@@ -283,7 +283,7 @@ def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Ite
     """
     instance, replica = config.ranks_per_copy("rollout"), config.ranks_per_copy("actor")
     fixed = {role: number for role, number in config.roles.items() if role not in SIZED}
-    for total, replicas in itertools.product(totals, _divisors(config.schedule.rollout_batch_size)):
+    for total, replicas in itertools.product(totals, divisors(config.schedule.rollout_batch_size)):
         actor = replicas * replica
         for critic in _critics(config, actor):
             for ref in (0,) if share is None else _copies(config, total - actor - critic, share):
@@ -311,17 +311,13 @@ def _critics(config: RunConfig, actor: int) -> Sequence[int]:
     """Return numbers of ranks for the critic: divisors of the batch, and 0 if the actor can host it."""
     if not config.algorithm.has_critic:
         return (0,)
-    divisors = _divisors(config.schedule.rollout_batch_size)
+    sizes = divisors(config.schedule.rollout_batch_size)
     # A critic's work is similar to the actor's, so half to twice the actor's ranks are tried.
-    own = [number for number in divisors if actor <= 2 * number <= 4 * actor]
-    own = own or [max(number for number in divisors if number <= actor)]
+    own = [number for number in sizes if actor <= 2 * number <= 4 * actor]
+    own = own or [max(number for number in sizes if number <= actor)]
     # Only an FSDP2 actor can host the critic.
     hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
     return [*([0] if hosts else []), *(own if alone else [])]
-
-
-def _divisors(groups: int) -> list[int]:
-    return [number for number in range(1, groups + 1) if groups % number == 0]
 
 
 # Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.

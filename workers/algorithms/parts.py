@@ -497,9 +497,7 @@ class PolicyLoss:
                 "ratio_squared": ratio_A.square(),
                 **teacher_A,
             }
-            sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
-            self.stats = dict(zip(terms, sums.unbind(), strict=True))
-            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
+            self.stats = _sums_over(counts_A, terms, ratio_A) | {"loss": total.detach(), "tokens": counts_A.sum()}
         return total
 
     def cut_loss(self, sizes: Sequence[tuple[int, int]]) -> "Sequence[PolicyLoss] | None":
@@ -571,10 +569,14 @@ class ValueLoss:
                 "return_squared": self.return_A.square(),
                 "error_squared": (self.old_value_A - self.return_A).square(),
             }
-            sums = torch.stack([term.to(loss_A) for term in terms.values()]) @ counts_A.to(loss_A)
-            self.stats = dict(zip(terms, sums.unbind(), strict=True))
-            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
+            self.stats = _sums_over(counts_A, terms, loss_A) | {"loss": total.detach(), "tokens": counts_A.sum()}
         return total
+
+
+def _sums_over(counts_A: Tensor, terms: Mapping[str, Tensor], like_A: Tensor) -> dict[str, Tensor]:
+    """Return each term's sum over the tokens that count, in the element type of `like_A`: one product for them all."""
+    sums = torch.stack([term.to(like_A) for term in terms.values()]) @ counts_A.to(like_A)
+    return dict(zip(terms, sums.unbind(), strict=True))
 
 
 def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEstimator) -> Tensor:
