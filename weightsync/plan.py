@@ -239,14 +239,6 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
     def names(self) -> tuple[str, ...]:
         return tuple(self.tensors)
 
-    def tensor_starts(self) -> list[int]:
-        """Return where each tensor starts in a region (bytes, multiples of 64), by number."""
-        starts, end = [], 0
-        for tensor in self.tensors.values():
-            starts.append(end)
-            end += tensor.room_bytes
-        return starts
-
     @cached_property
     def region_bytes(self) -> int:
         """Bytes of one version in memory, padding included."""

@@ -18,7 +18,6 @@ class Footprint:
 
     threads: int
     descriptors: int
-    resident_mb: float
 
 
 def cpu_s(pids: Iterable[int]) -> float:
@@ -34,7 +33,7 @@ def footprint(pid: int) -> Footprint:
     """Return what a process holds now."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return Footprint(int(status["Threads"]), descriptors, int(status["VmRSS"].split()[0]) / 1e3)
+    return Footprint(int(status["Threads"]), descriptors)
 
 
 def by_kind(pids: Mapping[str, int]) -> tuple[list[int], list[int]]:

@@ -9,7 +9,6 @@ It reads what the page of `asyncflow view` reads, by the same reader, when it is
 served: no text of a run.
 """
 
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,13 +121,6 @@ def _live_samples(live: Mapping[str, Any], who: Mapping[str, str]) -> Iterator[S
         for name in ("live_rows", "live_bytes", "waiting_puts", "lost_rows"):
             yield f"asyncflow_queue_{name}", f"{name} of the queue", dict(who), room[name]
     yield "asyncflow_restores", "How often the run went back to a checkpoint", dict(who), live["restarts"]["restores"]
-
-
-def dashboard_names() -> set[str]:
-    """Return the names of metrics that the dashboard's panels ask for."""
-    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    targets = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    return {name for expression in targets for name in re.findall(r"asyncflow_\w+", expression)}
 
 
 def serve_figures(run_dirs: Sequence[Path], *, host: str, port: int, say: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from weight_peers import weight_agent, weight_receiver, weight_trainer
 
 from weightsync.messages import AgentStatus
 from weightsync.plan import TransferPlan
+from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
 
 _HEADER_BYTES = 4096
@@ -112,7 +113,7 @@ class WeightRun:
     def damage(self, version: Version, name: str, expected: bytes, agent: Any = None) -> None:
         """Change one byte of a tensor in the slot where it lies."""
         plan = self.plan()
-        start = _HEADER_BYTES + plan.tensor_starts()[plan.names.index(name)]
+        start = _HEADER_BYTES + RegionLayout(plan).tensor_extent(plan.names.index(name))[0]
         for path in self.slot_paths(agent):
             with path.open("r+b", buffering=0) as file:
                 file.seek(start)

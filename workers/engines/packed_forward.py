@@ -3,7 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, groupby
@@ -366,11 +366,6 @@ class PackedLayout:
     # For each document the index of the one it continues, which precedes it and continues none; `ALONE`: it continues
     # none.
     prompts: tuple[int, ...]
-
-    @staticmethod
-    def from_lengths(lengths: Sequence[int]) -> "PackedLayout":
-        """Return the layout of documents that do not continue each other."""
-        return PackedLayout(tuple(lengths), (ALONE,) * len(lengths))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

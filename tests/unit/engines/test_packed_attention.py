@@ -30,8 +30,8 @@ from workers.engines.packed_attention import (
 from workers.engines.packed_forward import PackedLayout
 
 LAYOUTS = {
-    "alone": PackedLayout.from_lengths([2, 3, 3, 3, 7]),
-    "one": PackedLayout.from_lengths([1]),
+    "alone": PackedLayout((2, 3, 3, 3, 7), (-1,) * 5),
+    "one": PackedLayout((1,), (-1,)),
     "shared": PackedLayout((3, 5, 6, 1, 3, 2, 2, 4), (-1, -1, -1, 0, 0, 1, 1, 1)),
     "long": PackedLayout((300, 40, 40), (-1, 0, 0)),
 }

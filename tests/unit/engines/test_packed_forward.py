@@ -131,7 +131,7 @@ def test_capped_scores_are_refused() -> None:
     heads = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ConfigError, match="capped scores"):
         packed_attention(
-            torch.nn.Identity(), heads, heads, heads, None, packed_layout=PackedLayout.from_lengths([2]), softcap=30.0
+            torch.nn.Identity(), heads, heads, heads, None, packed_layout=PackedLayout((2,), (-1,)), softcap=30.0
         )
 
 

@@ -25,6 +25,7 @@ from weightsync.plan import (
     plan_digest,
     plan_transfer,
 )
+from weightsync.slot_memory import RegionLayout
 
 DTYPES = st.sampled_from(sorted(DTYPE_BYTES))
 Held = list[list[ShardSpec]]
@@ -101,12 +102,14 @@ def test_floats_are_cast_and_other_types_travel_as_they_are(held: Held, dtype: s
 @given(held=held_shards())
 def test_tensors_lie_aligned_one_after_another_in_a_region(held: Held) -> None:
     plan = plan_transfer(held, bucket_bytes=64, dtype="bfloat16")
-    end = 0
-    for tensor, start in zip(plan.tensors.values(), plan.tensor_starts(), strict=True):
+    layout, end = RegionLayout(plan), 0
+    for number, tensor in enumerate(plan.tensors.values()):
+        start, num_bytes = layout.tensor_extent(number)
         assert start % 64 == 0
         assert end <= start < end + 64
-        end = start + tensor.num_bytes
-    assert end <= plan.region_bytes < end + 64
+        assert num_bytes == tensor.num_bytes
+        end = start + num_bytes
+    assert end <= layout.num_bytes == plan.region_bytes < end + 64
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), num_ranks=st.integers(1, 6))
@@ -142,7 +145,8 @@ def test_scalars_and_single_elements_travel() -> None:
     held = [[ShardSpec("a", (), "float32", Box((), ())), ShardSpec("b", (1, 1), "int64", Box.from_shape((1, 1)))]]
     plan = plan_transfer(held, bucket_bytes=1024, dtype="bfloat16")
     assert [bucket.num_bytes for bucket in plan.buckets] == [10]
-    assert (plan.names, plan.tensor_starts()) == (("a", "b"), [0, 64])
+    layout = RegionLayout(plan)
+    assert (plan.names, [layout.tensor_extent(number)[0] for number in (0, 1)]) == (("a", "b"), [0, 64])
 
 
 def test_tensor_without_elements_is_known_and_takes_no_bytes() -> None:
