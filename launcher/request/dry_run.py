@@ -189,16 +189,12 @@ def _memory(checked: Preflight) -> str:
 
 def _environments(checked: Preflight) -> str:
     rows = []
+    launched = {gang.role for gang in checked.gangs}
     for role, named in checked.config.launcher.environments.items():
         places = named.items() if isinstance(named, dict) else [("", named)]
-        rows += [
-            (role, f"node {node}" if str(node) else "", python) for node, python in places if role in _launched(checked)
-        ]
+        if role in launched:
+            rows += [(role, f"node {node}" if str(node) else "", python) for node, python in places]
     return f"ENVIRONMENTS (the others: {sys.executable})\n{table(rows)}" if rows else ""
-
-
-def _launched(checked: Preflight) -> set[str]:
-    return {gang.role for gang in checked.gangs}
 
 
 def _task_table(checked: Preflight) -> str:

@@ -365,7 +365,7 @@ class _Run:
             logger.info("finish: %s", finish)
             return finish
         finally:
-            self._close_host()
+            self._host.close(JOIN_TIMEOUT_S)
 
     def _start_gangs(self) -> None:
         # Services first: all others need them.
@@ -610,6 +610,3 @@ class _Run:
         except OSError:  # a temporary error of the file system
             return []
         return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
-
-    def _close_host(self) -> None:
-        self._host.close(JOIN_TIMEOUT_S)

@@ -137,16 +137,13 @@ class RunStatus:
             *([self.pause] if self.pause else []),
             table(roles),
             *([f"devices: {self.turn}"] if self.turn else []),
-            *self._restarts_text(now),
+            *_restart_lines(self.restarts, now),
             *self._failures_text(),
             *self._held_out(),
             *advice,
         ]
         parts.append(self._queue_text())
         return plain("\n\n".join([*parts, *tables]))
-
-    def _restarts_text(self, now: float) -> list[str]:
-        return _restart_lines(self.restarts, now)
 
     def _failures_text(self) -> list[str]:
         lines = [f"last {kind} that failed: {why}" for kind, why in sorted(self.failures.items())]
