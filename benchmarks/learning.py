@@ -70,7 +70,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `
 from benchmarks import say_when
 from benchmarks.intervals import difference_of
 from benchmarks.json_option import add_json_option, report
-from benchmarks.recipe_runs import RecipeRun, run_recipe
+from benchmarks.recipe_runs import RecipeRun, run_recipe, schedule_settings
 
 SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),
              "substep1": ("substep", 1), "periodic": ("periodic", 0)}  # fmt: skip
@@ -112,25 +112,26 @@ def train(
     teacher: Path | None = None,
     responses: int = QUICKSTART_RESPONSES,
 ) -> Metrics:
-    """Run the quickstart under a schedule, with one of `ALGORITHMS`, or with a teacher, and so many responses to a
-    prompt; returns its metrics.
+    """Run the quickstart under one of `SCHEDULES`, with one of `ALGORITHMS` or a teacher; return its metrics.
+
+    Args:
+        responses: to a prompt.
 
     Raises:
         SystemExit: the run failed; says what it printed.
     """
-    settings = [*schedule_settings(schedule), f"seed={seed}", *LITTLE_KEPT, f"actor.num_mini_batches={mini_batches}",
-                f"schedule.n_samples_per_prompt={responses}",
-                *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
+    settings = [
+        *schedule_settings(*SCHEDULES[schedule]),
+        f"seed={seed}",
+        *LITTLE_KEPT,
+        f"actor.num_mini_batches={mini_batches}",
+        f"schedule.n_samples_per_prompt={responses}",
+        *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm]),
+    ]
     if teacher is not None:
         settings += ["algorithm={name: distill, top_k: 8}", f"ref.path={teacher}"]
     steps = min(steps, STEPS_AT_MOST.get(algorithm, steps))
     return run_recipe("quickstart", directory, settings, steps=steps).metrics
-
-
-def schedule_settings(schedule: str) -> tuple[str, str]:
-    """Return the settings of one of `SCHEDULES`."""
-    mode, max_staleness = SCHEDULES[schedule]
-    return f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}"
 
 
 def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
@@ -253,7 +254,7 @@ def points(seeds: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
         for seed in range(MOST_SEEDS):
             for name, found in accuracies.items():
-                settings = [*schedule_settings(name), f"seed={seed}", *LITTLE_KEPT]
+                settings = [*schedule_settings(*SCHEDULES[name]), f"seed={seed}", *LITTLE_KEPT]
                 ran = run_recipe("quickstart-tools", Path(temporary) / f"{name}-{seed}", settings, steps=steps)
                 found.append(_final_accuracy(ran.metrics))
                 say_when(f"points: seed {seed} {name}: accuracy {found[-1]:.4f}")

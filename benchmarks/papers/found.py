@@ -37,12 +37,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Found:
-    """Attributes:
-    title: of table and picture.
-    columns, rows: of the table, in Markdown.
-    figures: by key.
-    draw: into an empty figure.
-    size: of the picture (inches).
+    """The results of one experiment.
+
+    Attributes:
+        title: of table and picture.
+        columns, rows: of the table, in Markdown.
+        figures: by key.
+        draw: draws the picture into an empty figure.
+        size: of the picture (inches).
     """
 
     title: str

@@ -28,8 +28,13 @@ _SCALED = {16: 188.2, 32: 171.8, 64: 163.2}
 
 @dataclass(frozen=True)
 class Line:
-    """A form of a recipe: `form`, on so many devices, laid out so, with a predicted step (s); `over`: the first form's
-    step over it; `papers`: the paper's figure for that."""
+    """One form of a recipe, as planned.
+
+    Attributes:
+        step_s: predicted (s).
+        over: the first form's step over this one's.
+        papers: the paper's figure for `over`.
+    """
 
     recipe: str
     form: str

@@ -41,7 +41,7 @@ _SHAPES: dict[str, Shape] = {"": (512, 32, 8), "_gsm8k": (209, 500, 16)}
 """Ending of the keys -> P, R, K."""
 _LAYERS = {"": 30, "_gsm8k": 6}
 _ROUNDS = 1
-"""That count; one more comes first. A round takes a minute."""
+"""Measured rounds, a minute each; one more warms up first."""
 _CPU = torch.device("cpu")
 _CLOCK = time.process_time
 """Of one thread, so other work on the machine does not count."""

@@ -122,7 +122,7 @@ def _between(given: Given) -> set[int]:
 
 
 def _unit_values(units: int, steps: int, seed: int) -> tuple[Workload, dict[str, Any]]:
-    """Return so many times one trainer with its instances and their work, and the configuration of its run."""
+    """Return `units` times one trainer with its instances and their work, and the configuration of that run."""
     workload = replace(UNIT, ref=0.0, cluster=Cluster(rollout=_INSTANCES, actor=1, ref=1)).times(units)
     values = run_values(workload, SCHEDULES[_SCHEDULE], steps, seed)
     del values["roles"]["ref"]  # these papers' trainers have the reference; a process less to run

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import say_when
 from benchmarks.intervals import difference_of, mean_of
 from benchmarks.papers.found import Found, Given, draw_band, draw_bars
-from benchmarks.recipe_runs import RecipeRun, run_recipe
+from benchmarks.recipe_runs import RecipeRun, run_recipe, schedule_settings
 from launcher.timeline.run_timeline import RunTimeline
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _train(
     runs: dict[str, list[RecipeRun]] = {name: [] for name in schedules}
     for seed in range(given.seeds):
         for name, (mode, staleness) in schedules.items():
-            schedule = (f"schedule.mode={mode}", f"schedule.max_staleness={staleness}", f"seed={seed}")
+            schedule = (*schedule_settings(mode, staleness), f"seed={seed}")
             ran = run_recipe(
                 recipe,
                 given.directory / f"{name}-{seed}",
