@@ -32,7 +32,7 @@ from workers.engines.lora import Trained, adapter_targets, check_adapter, traine
 from workers.settings.megatron import DenseModel, check_adapted, check_division
 from workers.settings.run import RunConfig
 
-KEY = "reward.model.path"
+REWARD_KEY = "reward.model.path"
 HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
@@ -112,7 +112,7 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
         models["ref.path"] = config.ref.path
     models |= config.teacher.models
     if config.reward.model is not None:
-        models[KEY] = config.reward.model.path
+        models[REWARD_KEY] = config.reward.model.path
     return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))
 
 
@@ -276,23 +276,23 @@ def check_reward_model(config: RunConfig) -> None:
     if config.reward.model is None:
         return
     path = Path(config.reward.model.path)
-    check_other_model_dir(path, SCORES, key=KEY)
+    check_other_model_dir(path, SCORES, key=REWARD_KEY)
     _check_head(path)
-    _check_tokens(path, Path(config.model.path), key=KEY)
-    _check_length(config, path, key=KEY)
+    _check_tokens(path, Path(config.model.path), key=REWARD_KEY)
+    _check_length(config, path, key=REWARD_KEY)
 
 
 def _check_head(path: Path) -> None:
-    head = stored_tensors(path, key=KEY).get(HEAD_WEIGHT)
+    head = stored_tensors(path, key=REWARD_KEY).get(HEAD_WEIGHT)
     if head is None:
         raise ConfigError(
-            f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
-            f"on a language model of the policy's family"
+            f"{REWARD_KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a "
+            f"reward model on a language model of the policy's family"
         )
     # The head's first dimension is its number of scores.
     labels = head.shape[0]
     if labels != 1:
-        raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
+        raise ConfigError(f"{REWARD_KEY}: {path} has {labels} labels; a reward model has 1, name one")
 
 
 def _check_length(config: RunConfig, path: Path, *, key: str) -> None:

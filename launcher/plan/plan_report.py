@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import METRICS_FILE
-from launcher.checks.models import KEY as REWARD_KEY
+from launcher.checks.models import REWARD_KEY
 from launcher.checks.preflight import check_lengths
 from launcher.plan.cost_model import CostModel, Workload, device_of, find_device
 from launcher.plan.profile import Profile
