@@ -281,11 +281,6 @@ def _as_given(row: PromptRow) -> ShownPrompt:
     return ShownPrompt(str(row.prompt) or row.task, row.ground_truth, None)
 
 
-def _as_given(row: PromptRow) -> ShownPrompt:
-    """Return a row as the user's own rollout gets it, which makes the prompt itself."""
-    return ShownPrompt(str(row.prompt) or row.task, row.ground_truth, None)
-
-
 def _check_sets(config: RunConfig, held_out: Mapping[str, list[PromptRow]], tokenizer: ModelTokenizer) -> ShownPrompt:
     """Check the prompts of all sets, at least one; return the first one of the first set."""
     sets, shown = config.evaluate.named_sets(), []
