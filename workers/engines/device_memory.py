@@ -181,8 +181,9 @@ def memory_of_roles(
             if has_ipc:
                 roles[role]["handed over"] = version // config.roles["actor"]
     if has_ipc and config.is_colocated and "rollout" in roles:
-        # A bucket of each trainer rank, the one that is read, and the next one.
-        roles["rollout"]["buckets"] = (config.roles["actor"] + 2) * config.weightsync.bucket_bytes
+        # A bucket of each trainer rank, all of which may be smaller, the one that is read, and the next one.
+        bucket = config.weightsync.bucket_bytes
+        roles["rollout"]["buckets"] = min(config.roles["actor"] * bucket, version) + 2 * bucket
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         # They compute with one version while the next one arrives.

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.planner.papers import _asyncflow_config, _in_turns, _of_rival
 from benchmarks.planner.recipes import QWEN_7B, cases, compare, open_recipe
 from launcher.checks.models import check_models
 from launcher.config.paths import find_recipe
+from launcher.plan.plan_report import open_planner
 from launcher.plan.search import with_changes
 from workers.data.model_files import count_parameters
 from workers.engines.device_memory import memory_of_roles
@@ -53,6 +55,13 @@ def test_the_adapter_recipe_is_near_its_plan_and_the_dry_run_counts_as_the_plan_
     fullest = max(sum(parts.values()) for parts in found.memory.values())
     assert planner.config.launcher.device_memory_gb == planner.costs.device.memory_gb
     assert planner.headroom_gb(planner.config) == pytest.approx(80 - fullest / 1e9, rel=1e-3)
+
+
+def test_what_the_papers_compare_with_keeps_no_copy_that_other_processes_read(tmp_path: Path) -> None:
+    config = with_changes(_asyncflow_config(tmp_path, "7B"), {"actor.engine": "fsdp", "actor.tri_model": True})
+    planner = open_planner(config, devices=512, device="ascend-910c")
+    assert not _in_turns(planner, [config], 512), "ours reads a bucket of each of 512 ranks, and vLLM has four fifths"
+    assert _in_turns(_of_rival(planner), [config], 512)
 
 
 def write_shapes(model: Path) -> Path:

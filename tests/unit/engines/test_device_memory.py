@@ -170,6 +170,10 @@ def test_colocated_roles_count_what_the_trainer_keeps_for_the_rollout() -> None:
     assert more == {"rollout": kept + 6 * 2**20, "actor": kept}, (
         "a part of each of 4 ranks, and two buckets on their way"
     )
+    many = config.model_copy(update={"roles": {"rollout": 2**20, "actor": 2**20}})
+    assert memory_of_roles(many, QWEN_7B, has_ipc=True)["rollout"]["buckets"] == 4 * kept + 2 * 2**20, (
+        "buckets of so many ranks are small: no more than all weights"
+    )
     separate = RunConfig.model_validate(fields | {"colocated": ()})
     assert memory_of_roles(separate, QWEN_7B, has_ipc=True) == memory_of_roles(separate, QWEN_7B)
     rough = RunConfig.model_validate(fields | {"weightsync": {"bucket_bytes": 2**20, "dtype": "float32"}})
