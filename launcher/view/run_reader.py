@@ -4,19 +4,20 @@
     evaluation.jsonl  a row per evaluation
     status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
     samples/, trace/  an index in memory; conversations and log-probabilities are read when asked for
-    logs/             the ends, and what follows
+    logs/             the ends, and what follows; the newest stacks in those of processes that failed
     timeline/         the ends; what the account needs is read whole
 
 Each file is read from where the last call stopped. Nothing is written (but `trace` keeps an index of its own), and no
 process of the run is asked. A file that is missing or damaged costs its panel and a line that says so, since a run is
-looked at most when something is wrong with it. One thread at a time asks for `samples`, `account`, `timeline` and
-`trace`, and one for everything else.
+looked at most when something is wrong with it. One thread at a time asks for `samples`, `stacks`, `account`,
+`timeline` and `trace`, and one for everything else.
 """
 
 import codecs
 import contextlib
 import math
 import os
+import re
 import statistics
 import time
 from array import array
@@ -31,6 +32,7 @@ import numpy
 
 from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.job import GangSpec
 from asyncflow.json_lines import LineReader, finite_fields
 from asyncflow.run_files import (
     CONFIG_FILE,
@@ -52,6 +54,7 @@ from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
+from launcher.view.failure_stack import FailureStack
 from launcher.view.row_trace import RowTrace, log_prob_gaps
 
 Fields = dict[str, Any]
@@ -59,6 +62,7 @@ Fields = dict[str, Any]
 MOST_POINTS = 1000
 """Most points of a curve; those of longer runs are means over several steps."""
 _LOG_BYTES = 64 * 1024
+_MOST_STACKS = 24
 _TIMELINE_BYTES = 32 * 2**20
 _NOT_CURVES = frozenset({"step", "lineage"})
 # Quantiles of Student's t for a 95 % interval of a mean, by number of values.
@@ -347,6 +351,11 @@ def _is_drawn(row: Fields) -> bool:
 # The run
 
 
+def _log_label(gang: GangSpec | None, rank: int) -> str:
+    """Return what the log of a gang's rank is called; see `launcher.process.gang.RankFiles`."""
+    return "" if gang is None else f"{gang.role}/{gang.index * gang.num_ranks + rank}"
+
+
 class RunReader:
     """A run's files as JSON; see the module. `name` is what the page calls it."""
 
@@ -430,6 +439,7 @@ class RunReader:
     @staticmethod
     def _fields_of(status: RunStatus) -> Fields:
         roles = role_rows(status.gangs, status.ranks, time.time())
+        gangs = {gang.name: gang for gang in status.gangs}
         return {
             "at": status.at,
             "pause": status.pause,
@@ -438,6 +448,7 @@ class RunReader:
             "ranks": [
                 {
                     "name": f"{gang}/{rank}",
+                    "log": _log_label(gangs.get(gang), rank),
                     "state": one.state,
                     "detail": one.detail,
                     "step": one.step,
@@ -516,6 +527,27 @@ class RunReader:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(data)
         return {"text": text, "position": position - len(decoder.getstate()[0]), "follows": follows}
+
+    def stacks(self) -> Fields:
+        """Return {stacks: [{log, what, after, text}]}: the newest stack in the log of each process that failed.
+
+        That one did is told by its error file, which its next start removes, by restarts of its role, and in a run that
+        failed by a log that ends in a stack.
+        """
+        state, end = self._state_and_end()
+        restarts = (end or self._live() or {}).get("restarts", {})
+        again = {re.sub(r"-\d+$", "", gang) for gang in restarts.get("gangs", ())}
+        found: list[Fields] = []
+        for log in self.logs():
+            failed = log.label.partition("/")[0] in again or log.path.with_suffix(".error.json").is_file()
+            if not failed and state not in ("failed", "killed"):
+                continue
+            stack = FailureStack.newest(log.path)
+            if stack is not None and (failed or stack.at_end):
+                found.append({"log": log.label, "what": stack.what, "after": stack.after, "text": stack.text})
+            if len(found) == _MOST_STACKS:
+                break
+        return {"stacks": found}
 
     def account(self) -> Fields:
         """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none.

@@ -2,7 +2,8 @@
 
     http://127.0.0.1:PORT/TOKEN/            the page: page/index.html, view.js, view.css, uPlot
     GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
-    GET  /TOKEN/api/samples, trace, log, account, timeline, settings     what a panel shows, when somebody looks at it
+    GET  /TOKEN/api/samples, trace, log, stacks, account, timeline, settings
+                                            what a panel shows, when somebody looks at it
     POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
     POST /TOKEN/api/pause, resume           likewise: no more steps are given out, until it goes on
     POST /TOKEN/api/stop                    likewise: it saves and stops, as after Ctrl-C
@@ -72,6 +73,7 @@ class ViewServer:
                 web.get("/{token}/api/state", self._state),
                 web.get("/{token}/api/samples", self._samples),
                 web.get("/{token}/api/log", self._log),
+                web.get("/{token}/api/stacks", self._stacks),
                 web.get("/{token}/api/account", self._account),
                 web.get("/{token}/api/timeline", self._timeline),
                 web.get("/{token}/api/trace", self._trace),
@@ -158,6 +160,9 @@ class ViewServer:
         if tail is None:
             raise web.HTTPNotFound
         return _json(tail)
+
+    async def _stacks(self, request: web.Request) -> web.StreamResponse:
+        return _json(await self._ask(self._number_of_run(request), RunReader.stacks, slow=True))
 
     async def _account(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._ask(self._number_of_run(request), RunReader.account, slow=True))

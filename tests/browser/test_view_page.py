@@ -18,8 +18,10 @@ import pytest
 from aiohttp import web
 
 from asyncflow.clock import HostClock
+from asyncflow.job import GangSpec
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
 from asyncflow.run_files import JOB_FILE
+from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus
 from launcher.run.supervisor import RestartLog
 from launcher.view.report_page import write_report
@@ -267,6 +269,58 @@ def test_what_a_run_says_is_text(run_dir: Path, page: Any) -> None:
             assert page.title() != "owned"
             said = page.locator("body").inner_text()
             assert "onerror" in said and "\u202e" not in said and "\x1b" not in said
+
+
+def fail(run_dir: Path, said: str) -> None:
+    """Write what the actor's first rank leaves when an exception ends it."""
+    (run_dir / "logs" / "actor").mkdir()
+    (run_dir / "logs" / "actor" / "0.error.json").write_text("{}")
+    (run_dir / "logs" / "actor" / "0.log").write_text(
+        f'Traceback (most recent call last):\n  File "a.py", line 7, in train\nValueError: {said}\n'
+    )
+
+
+def test_a_failure_has_its_stack_closed_until_somebody_wants_it(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    fail(run_dir, EVIL)
+    RunEnd(run_dir, ["failed (step 1): actor rank 0 failed: ValueError"], 1, 0.0).write()
+    report = write_report(run_dir).as_uri()
+    with served(run_dir) as live:
+        for url in (live, report):
+            page.goto(url)
+            stack = page.locator("section:has(#failures) details.failure")
+            expect(stack.locator("summary")).to_contain_text("stack of actor/0: ValueError: </script>")
+            expect(stack.locator("pre")).to_be_hidden()
+            stack.locator("summary").click()
+            expect(stack.locator("pre")).to_contain_text('File "a.py", line 7, in train')
+            assert page.locator("img").count() == 0 and "\u202e" not in page.locator("body").inner_text()
+
+
+def test_a_process_that_was_started_again_leads_to_its_stack(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts = RestartLog()
+    status = RunStatus(
+        run_dir,
+        1.0,
+        (GangSpec("actor", "actor", 0, 1, ("cpu",)),),
+        {("actor", 0): Status("training")},
+        restarts=restarts,
+    )
+    monkeypatch.setattr(RunStatus, "read", lambda path: status)
+    with launched(run_dir), served(run_dir) as address:
+        page.goto(address)
+        page.get_by_text("every process", exact=True).click()
+        expect(page.locator("#page")).to_contain_text("Nothing failed.")
+        fail(run_dir, "no row")
+        restarts.started_again("actor")
+        restarts.record_failure("actor rank 0 failed: ValueError: no row")
+        page.get_by_role("button", name="stack").click()
+        stack = page.locator("details.failure")
+        expect(stack.locator("pre")).to_contain_text("in train")
+        add_steps(run_dir, 1, 2)
+        expect(page.locator("header")).to_contain_text("step 2")
+        expect(stack.locator("pre")).to_be_visible()
 
 
 def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path, run_dir: Path, page: Any) -> None:

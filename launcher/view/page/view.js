@@ -145,6 +145,7 @@ function liveSource() {
     samples: (run, query) => ask("samples", { run, ...query }),
     logs: async (run) => (await ask("log", { run })).logs,
     log: (run, log, from) => ask("log", from === null ? { run, log } : { run, log, from }),
+    stacks: (run) => ask("stacks", { run }),
     account: (run) => ask("account", { run }),
     timeline: (run, last) => ask("timeline", { run, last }),
     trace: (run, row) => ask("trace", { run, row }),
@@ -176,6 +177,7 @@ function frozenSource(data) {
     },
     logs: async () => Object.keys(data.logs),
     log: async (run, log) => ({ text: data.logs[log], position: 0, follows: false }),
+    stacks: async () => data.stacks,
     account: async () => data.account,
     timeline: async () => data.timeline,
     settings: async () => data.settings,
@@ -228,7 +230,7 @@ function roomFor(plot, low, high) {
 
 // A panel with curves
 
-const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null };
+const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null, stacks: new Map() };
 
 class Panel {
   constructor(spec) {
@@ -616,6 +618,12 @@ function planNode(run) {
     el("p", null, "Means of the last ten points. A ratio far from 1: measure the model with `asyncflow profile`, and plan again."));
 }
 
+/** Opens the stack of a process that was started again. */
+function stackLink({ log, restarts }) {
+  const stack = page.stacks.get(log);
+  return restarts && stack ? el("button", { class: "link", onclick: () => { stack.open = true; stack.scrollIntoView(); } }, "stack") : null;
+}
+
 function nowNode(run) {
   const live = run.now.live;
   if (!live) return null;
@@ -625,7 +633,7 @@ function nowNode(run) {
   parts.push(el("details", null, el("summary", null, "every process"), table(
     ["process", "state", "step", "weights", "no progress for", "restarts", "rollouts under way"],
     live.ranks.map((rank) => [rank.name, rank.state + (rank.detail ? " " + rank.detail : ""), rank.step,
-      rank.version === null ? "" : "v" + rank.version, duration(rank.idle_s), rank.restarts,
+      rank.version === null ? "" : "v" + rank.version, duration(rank.idle_s), [rank.restarts, stackLink(rank)],
       rank.rollouts.live === undefined ? "" : number(rank.rollouts.live)]))));
   if (live.queue.length) {
     const room = live.room[0];
@@ -652,6 +660,27 @@ function failuresNode(run) {
   if (state.end) parts.push(el("pre", null, state.end.lines.join("\n")));
   if (!parts.length) parts.push(el("p", { class: "note" }, "Nothing failed."));
   return parts;
+}
+
+/** The newest stack in the log of each process that failed, asked for when a failure is new. */
+function stacksPart() {
+  const node = el("div");
+  let known = "";
+  async function update(run) {
+    const { state, live, end } = run.now, { gangs, restores, last_error_at: at } = (live || end || {}).restarts || {};
+    const failed = ["failed", "killed"].includes(state) || at, mine = JSON.stringify([page.current, state, gangs, restores, at]);
+    if (mine === known || (state === "running" && !live)) return;
+    known = mine;
+    let found = { stacks: [] };
+    try { if (failed) found = await page.source.stacks(page.current); } catch { if (mine === known) known = ""; return; }
+    if (mine !== known) return;  // a later failure is being asked for
+    const open = new Set([...page.stacks].filter(([, one]) => one.open).map(([log]) => log));
+    page.stacks = new Map(found.stacks.map(({ log, what, after, text }) => [log, el("details", { class: "failure", open: open.has(log) ? "" : null },
+      el("summary", null, `stack of ${log}: ${what}` + (after ? ` (after ${after.replace("T", " ")})` : "")), el("pre", null, text))]));
+    fill(node, [...page.stacks.values()], page.stacks.size ? el("p", { class: "note" }, "The newest stack in the log of each process that failed, or whose role "
+      + "was started again. A process that was killed, e.g. for want of memory, leaves none; a stack in its log is then an older one.") : null);
+  }
+  return { node, update };
 }
 
 async function showSettings(node) {
@@ -754,17 +783,17 @@ function build(root) {
   });
   const speed = sections.find((section) => section.extra).extra, account = el("div", null), plan = el("div", { class: "wide" }), now = el("div"), failures = el("div"), settings = el("div");
   const accountPanel = el("section", { class: "panel wide" }, el("h3", null, "Where the time went"), account);
-  const samples = samplesPart(), logs = logsPart(), timeline = timelinePart();
+  const samples = samplesPart(), stacks = stacksPart(), logs = logsPart(), timeline = timelinePart();
   fill(speed, accountPanel, timeline.node, plan);
   const others = el("div", { class: "grid" }), drawn = new Set(SECTIONS.flatMap((section) => section.panels.flatMap((panel) => panel.figures || [])));
   const known = new Map();
   const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure (docs/metrics.md says what each means)"), others);
   fill(root, head, top, sections.map((section) => section.node), now, samples.node,
-    el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, logs.node),
+    el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, stacks.node, logs.node),
     el("section", null, el("h2", { id: "settings" }, "Settings"), settings), el("section", null, el("h2", null, "The rest"), rest));
 
   async function details() {
-    samples.show(); logs.show();
+    samples.show(); logs.show(); stacks.update(page.runs[page.current]);
     await showTimes(timeline.show);
   }
   async function showTimes(showTimeline) {
@@ -820,6 +849,7 @@ function build(root) {
     now.querySelectorAll("details").forEach((one, place) => { one.open = Boolean(open[place]); });
     refill(plan, planNode(run));
     refill(failures, failuresNode(run));
+    stacks.update(run);
     logs.update();
     if (first && run.now.end && !run.now.step) logs.open();
     const states = page.runs.map((one) => one.now.state).join();

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,9 +19,13 @@ from click.testing import CliRunner
 
 import launcher.view.report_page
 from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from launcher.cli.commands import main
+from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus
+from launcher.run.supervisor import RestartLog
+from launcher.view.failure_stack import FailureStack
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
 from tests.support.logged_runs import add_steps, append, go_back, make_run
@@ -234,6 +239,98 @@ def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_p
     assert run.samples()["total"] == 0
 
 
+# Failures
+
+
+def trace_of(error: str, frame: str = "train") -> str:
+    return f'Traceback (most recent call last):\n  File "a.py", line 1, in {frame}\n    {frame}()\n{error}\n'
+
+
+LOGGED = "2026-11-27 04:20:25,880 INFO workers.rank step 3\n"
+CHAINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+GROUP = (
+    '  + Exception Group Traceback (most recent call last):\n  |   File "a.py", line 1, in main\n'
+    "  | ExceptionGroup: two (1 sub-exception)\n  +-+---------------- 1 ----------------\n"
+    "    | Traceback (most recent call last):\n    |   File \"a.py\", line 2\n    | KeyError: 'x'\n"
+)
+CRASH = (
+    'Fatal Python error: Segmentation fault\n\nThread 0x00007f1 (most recent call first):\n  File "a.py", line 1 in f\n'
+    '\nCurrent thread 0x00007f2 (most recent call first):\n  File "b.py", line 2 in g\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "stack", "what", "at_end"),
+    [
+        (trace_of("KeyError: 'x'"), trace_of("KeyError: 'x'"), "KeyError: 'x'", True),
+        (f"{trace_of('OSError: old')}{LOGGED}{trace_of('KeyError: 1')}{LOGGED}", trace_of("KeyError: 1"), "KeyError: 1",
+         False),
+        (trace_of("OSError: 1") + trace_of("OSError: 2"), trace_of("OSError: 2"), "OSError: 2", True),
+        (trace_of("A: 1") + CHAINED + trace_of("B: 2\n  more of it"), trace_of("A: 1") + CHAINED
+         + trace_of("B: 2\n  more of it"), "B: 2", True),
+        (LOGGED + GROUP, GROUP, "ExceptionGroup: two (1 sub-exception)", True),
+        (CRASH, CRASH, "Fatal Python error: Segmentation fault", True),
+        (CRASH.partition("\n\n")[2] + LOGGED, CRASH.partition("\n\n")[2], "stacks of its threads", False),
+        (json.dumps({"time": "2026-11-27T04:20:25.123Z", "error": trace_of("OSError: 1")}) + "\n",
+         trace_of("OSError: 1"), "OSError: 1", False),
+        ("x" * 300_000 + "\n" + trace_of("KeyError: 'ä'"), trace_of("KeyError: 'ä'"), "KeyError: 'ä'", True),
+    ],
+)  # fmt: skip
+def test_the_newest_stack_of_a_log_is_found(tmp_path: Path, text: str, stack: str, what: str, at_end: bool) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(text, encoding="utf-8")
+    found = FailureStack.newest(log)
+    assert found is not None and (found.text, found.what, found.at_end) == (stack.rstrip(), what, at_end)
+
+
+def test_a_stack_is_bounded_and_one_beyond_the_end_of_a_log_is_not_looked_for(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(LOGGED + trace_of("ValueError: " + "y" * 100_000 + "z"))
+    found = FailureStack.newest(log)
+    assert found is not None and len(found.text) < 10_000 and found.text.endswith("yz") and "in train" in found.text
+    assert (len(found.what), found.after) == (300, "2026-11-27 04:20:25")
+    log.write_text(trace_of("KeyError: 1") + LOGGED * 10_000)
+    assert FailureStack.newest(log) is None and FailureStack.newest(tmp_path / "none.log") is None
+
+
+def test_the_stacks_of_a_run_are_those_of_what_failed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_steps(run_dir, 1, 1)
+    for name in ("actor/0", "actor/1", "rollout/0", "rollout/1", "ref/0", "launcher"):
+        log = run_dir / "logs" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(LOGGED + trace_of(f"ValueError: {name}") + LOGGED)
+    run = RunReader(run_dir, "run")
+
+    def stacks() -> list[tuple[str, str]]:
+        return [(one["log"], one["what"]) for one in run.stacks()["stacks"]]
+
+    RunEnd(run_dir, ["done (step 1/1)"], 0, 0.0).write()
+    assert stacks() == [], "what a process logs and survives is no failure"
+    RunEnd(run_dir, ["done (step 1/1)"], 0, 0.0, RestartLog(gangs=Counter({"rollout-0": 2}))).write()
+    assert stacks() == [("rollout/0", "ValueError: rollout/0"), ("rollout/1", "ValueError: rollout/1")]
+    RunEnd(run_dir, ["failed (step 1): actor rank 1 failed"], 1, 0.0).write()
+    (run_dir / "logs" / "actor" / "1.error.json").write_text("{}")
+    with (run_dir / "logs" / "ref" / "0.log").open("a") as file:
+        file.write(CRASH)
+    assert stacks() == [("actor/1", "ValueError: actor/1"), ("ref/0", "Fatal Python error: Segmentation fault")]
+    data = json.loads(
+        next(text for _, own, text in elements(write_report(run_dir).read_text()) if own.get("id") == "data")
+    )
+    assert data["stacks"] == run.stacks()
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    gang = GangSpec("rollout-1", "rollout", 1, 2, ("cpu", "cpu"))
+    live = RunStatus(
+        run_dir,
+        1.0,
+        (gang,),
+        {("rollout-1", 1): Status("starting")},
+        restarts=RestartLog(gangs=Counter({"rollout-1": 1})),
+    )
+    monkeypatch.setattr(RunStatus, "read", lambda path: live)
+    assert [log for log, _ in stacks()] == ["actor/1", "rollout/0", "rollout/1"]
+    assert [rank["log"] for rank in run.state()["live"]["ranks"]] == ["rollout/3"]
+
+
 def test_a_configuration_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.yaml"
     secret.write_text("password: 1\n")
@@ -307,7 +404,7 @@ def serve(runs: list[Path], question: Callable[[Any, str], Awaitable[None]], **o
 
 
 ADDRESSES = ("", "view.js", "view.css", "uPlot.iife.min.js", "uPlot.min.css", "api/state", "api/samples", "api/log",
-             "api/account", "api/settings")  # fmt: skip
+             "api/stacks", "api/account", "api/settings")  # fmt: skip
 
 
 def test_nothing_answers_without_the_token_or_to_a_foreign_name(run_dir: Path) -> None:
