@@ -2,7 +2,8 @@
 
     metrics.jsonl     a column of floats per figure; sent as means over equal numbers of steps, the open one again
     evaluation.jsonl  a row per evaluation
-    status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
+    status.json       while the run is live; the queue's history, of which it has the newest moment, is in memory
+    end.json          once it has ended; plan.json, config.yaml
     samples/, trace/  an index in memory; conversations and log-probabilities are read when asked for
     logs/             the ends, and what follows; the newest stacks in those of processes that failed
     timeline/         the ends; what the account needs is read whole
@@ -21,6 +22,7 @@ import re
 import statistics
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -55,6 +57,7 @@ from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
 from launcher.view.failure_stack import FailureStack
+from launcher.view.queue_depths import QueueDepths
 from launcher.view.row_trace import RowTrace, log_prob_gaps
 
 Fields = dict[str, Any]
@@ -71,12 +74,15 @@ _STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9:
 
 @dataclass(frozen=True)
 class Have:
-    """What a page has already: which life of the curves, how many steps to a point, points and evaluations."""
+    """What a page has already: which life of the curves, how many steps to a point, points and evaluations; of the
+    queue's history, how many snapshots to a point, and points."""
 
     generation: int = -1
     stride: int = 0
     points: int = 0
     evaluations: int = 0
+    queue_stride: int = 0
+    queue_points: int = 0
 
 
 class Curves:
@@ -366,6 +372,7 @@ class RunReader:
         self._evaluation_lines = LineReader(run_dir / EVALUATION_FILE)
         self._evaluations: dict[int, Fields] = {}
         self._evaluation_generation = 0
+        self._queue_depths = QueueDepths(MOST_POINTS)
         self._samples = SampleIndex(run_dir)
         self._settings: Mapping[str, Any] = {}
         self._settings_of: tuple[int, int, int] | None = None
@@ -382,6 +389,7 @@ class RunReader:
         except AsyncFlowError as error:
             problems.append(str(error))
         state, end = self._state_and_end()
+        live = self._watched() if state == "running" else None
         same = (have.generation, have.evaluations) == (self._curves.generation, len(self._evaluations))
         return {
             "name": self.name,
@@ -394,7 +402,8 @@ class RunReader:
             "newest": finite_fields(self._curves.newest()),
             HISTOGRAMS: self._curves.last.get(HISTOGRAMS, {}),
             "evaluations": None if same else [finite_fields(line) for _, line in sorted(self._evaluations.items())],
-            "live": self._live() if state == "running" else None,
+            "live": live,
+            "queue_depths": self._queue_depths.news(have.queue_stride, have.queue_points),
             "end": end,
             "plan": finite_fields(read_plan(self.run_dir)),
             "problems": [*problems, *self._curves.problems[-5:]],
@@ -429,6 +438,20 @@ class RunReader:
             return path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"{CONFIG_FILE} cannot be read: {error.strerror}"
+
+    def watch_queue(self) -> None:
+        """Add to the history of the queue, if the run is live. To be called every few seconds."""
+        if is_live(self.run_dir):
+            self._watched()
+
+    def _watched(self) -> Fields | None:
+        live = self._live()
+        if live is not None and live["queue"]:
+            ready: Counter[str] = Counter()
+            for task in live["queue"]:  # each controller has some rows of a task
+                ready[task["task"]] += task["ready"]
+            self._queue_depths.add(live["at"], ready)
+        return live
 
     def _live(self) -> Fields | None:
         try:

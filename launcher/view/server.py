@@ -1,7 +1,7 @@
 """`asyncflow view`: a page over runs, live or finished, on this host's loopback interface. Torch-free.
 
     http://127.0.0.1:PORT/TOKEN/            the page: page/index.html, view.js, view.css, uPlot
-    GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
+    GET  /TOKEN/api/state?have=...          what is new in each run since what the page has: `Have` of each, 1.2.3.4.5.6
     GET  /TOKEN/api/samples, trace, log, stacks, account, timeline, settings
                                             what a panel shows, when somebody looks at it
     POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ HEADERS = {
 }
 _CONTROLS = {"save": SAVE_SIGNAL, "pause": PAUSE_SIGNAL, "resume": RESUME_SIGNAL, "stop": signal.SIGTERM}
 """What a page may ask of a run -> the signal that says it to the launcher."""
-_HAVE = re.compile(r"(-?\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
+_HAVE = re.compile(r"-?\d{1,9}(?:\.\d{1,9}){5}")
+_WATCH_S = 2.0
 _MOST_ROWS = 100
 _MOST_TIMELINE_S = 3600
 _HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -81,9 +82,24 @@ class ViewServer:
                 web.get("/{token}/{asset:[A-Za-z.]*}", self._asset),
             ]
         )
+        app.cleanup_ctx.append(self._watching)
         if self._control:
             app.add_routes([web.post(f"/{{token}}/api/{{control:{'|'.join(_CONTROLS)}}}", self._signal_launcher)])
         return app
+
+    async def _watching(self, _: web.Application) -> AsyncIterator[None]:
+        """Look at the queues of live runs, whether or not a page asks: nothing else keeps their history."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.gather(*(self._ask(number, RunReader.watch_queue) for number in range(len(self._runs))))
+                await asyncio.sleep(_WATCH_S)
+
+        watcher = asyncio.create_task(watch())
+        yield
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
 
     @web.middleware
     async def _guard(
@@ -121,7 +137,7 @@ class ViewServer:
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         given = request.query.get("have", "").split(",")
-        have = [Have(*map(int, match.groups())) if (match := _HAVE.fullmatch(one)) else Have() for one in given]
+        have = [Have(*map(int, one.split("."))) if _HAVE.fullmatch(one) else Have() for one in given]
         have += [Have()] * (len(self._runs) - len(have))
 
         def state_of(number: int) -> Awaitable[Any]:

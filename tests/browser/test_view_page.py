@@ -1,6 +1,7 @@
 """The page of `asyncflow view` and report.html in a real browser: Chromium without a window, driven by Playwright."""
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -420,6 +421,36 @@ def test_what_is_selected_of_a_live_run_stays_selected(
         add_steps(run_dir, 1, 2)
         expect(page.locator("header")).to_contain_text("step 2")
         assert "out of memory" in page.evaluate("getSelection().toString()")
+
+
+def test_the_depth_of_the_queue_is_a_curve_over_the_time_that_it_is_watched(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_steps(run_dir, 1, 1)
+    room = {"live_rows": 8, "row_limit": 0, "live_bytes": 0, "waiting_puts": 0, "lost_rows": 0}
+    counts = {"controller": "controller-0", "waiting": 0, "leased": 0, "acked": 0, "rows_per_s": 0.0}
+    seconds = itertools.count()
+
+    def read(path: Path) -> RunStatus:
+        second = next(seconds)
+        tasks = [counts | {"task": "actor", "ready": 4}, counts | {"task": "ref", "ready": second % 9}]
+        return RunStatus(path, 1_800_000_000.0 + second, (), {}, [room | {"tasks": tasks}])
+
+    monkeypatch.setattr(RunStatus, "read", read)
+    with launched(run_dir), served(run_dir) as address:
+        page.goto(address)
+        depths = panel(page, "Queue depth")
+        page.wait_for_function("page.runs[0].depths.times.length > 3")
+        assert curve_is_drawn(page, "Queue depth")
+        expect(depths.locator(".hover")).to_contain_text("actor 4")
+        expect(depths).to_contain_text("Watched since ")
+        add_steps(run_dir, 2, 2)
+        expect(page.locator("header")).to_contain_text("step 2")
+        assert page.evaluate("page.runs[0].depths.times.every((time, place, all) => !place || time > all[place - 1])")
+        depths.scroll_into_view_if_needed()
+    report = write_report(run_dir).as_uri()
+    page.goto(report)
+    expect(depths).to_be_hidden()
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:

@@ -57,6 +57,8 @@ const SECTIONS = [
     { title: "Time of a step", unit: "s", figures: ["step_time_s"], plan: "step_s", says: "Compare it with the plan, if there is one." },
     { title: "Idle", unit: "share of the time, by role", figures: ["idle_fraction/"],
       says: "The role that is idle least is the bottleneck. Give it devices of the one that is idle most." },
+    { title: "Queue depth", unit: "rows ready, by task", depths: true,
+      says: "How many rows wait for a task's workers. Few is good; a task whose rows grow is slower than those before it." },
     { title: "Wait for the first rows", unit: "s", figures: ["first_micro_batch_wait_s"],
       says: "How long the trainer waits for data. Large: generation is the bottleneck." },
     { title: "Stalls", unit: "s", figures: ["sync_exposed_s", "checkpoint_stall_s"],
@@ -186,25 +188,37 @@ function frozenSource(data) {
 
 // The runs
 
+/** Replace what points have from a place on. */
+function extend(xs, columns, from, newXs, newColumns) {
+  xs.length = Math.min(xs.length, from);
+  xs.push(...newXs);
+  for (const [name, values] of Object.entries(newColumns)) {
+    const column = columns[name] = columns[name] || [];
+    while (column.length < from) column.push(null);
+    column.length = from;
+    column.push(...values);
+  }
+}
+
 class Run {
   constructor() {
     this.generation = -1; this.stride = 0; this.steps = []; this.values = {}; this.evaluations = []; this.now = {};
+    this.depths = { stride: 0, times: [], values: {} };
   }
 
-  have() { return [this.generation, this.stride, this.steps.length, this.evaluations.length].join("."); }
+  have() {
+    return [this.generation, this.stride, this.steps.length, this.evaluations.length, this.depths.stride, this.depths.times.length].join(".");
+  }
 
   take(state) {
     const news = state.curves;
     if (news.generation !== this.generation || news.stride !== this.stride) { this.steps = []; this.values = {}; }
     this.generation = news.generation; this.stride = news.stride;
-    this.steps.length = Math.min(this.steps.length, news.from);
-    this.steps.push(...news.steps);
-    for (const [name, values] of Object.entries(news.values)) {
-      const column = this.values[name] = this.values[name] || [];
-      while (column.length < news.from) column.push(null);
-      column.length = news.from;
-      column.push(...values);
-    }
+    extend(this.steps, this.values, news.from, news.steps, news.values);
+    const queue = state.queue_depths;
+    if (queue.stride !== this.depths.stride) this.depths = { times: [], values: {} };
+    this.depths.stride = queue.stride; this.depths.since = queue.since;
+    extend(this.depths.times, this.depths.values, queue.from, queue.times, queue.values);
     if (state.evaluations !== null) this.evaluations = state.evaluations;
     this.now = state;
   }
@@ -237,9 +251,10 @@ class Panel {
     this.spec = spec;
     this.hover = el("div", { class: "hover" });
     this.box = el("div", { class: "plot" });
+    this.says = spec.says ? el("p", null, spec.says) : null;
     this.node = el("section", { class: "panel" },
       el("h3", null, spec.title + " ", el("span", { class: "unit" }, spec.unit || "")),
-      this.box, this.hover, spec.says ? el("p", null, spec.says) : null);
+      this.box, this.hover, this.says);
     this.plot = null; this.signature = "";
     new ResizeObserver(() => {
       if (this.plot && this.box.clientWidth) this.plot.setSize({ width: this.box.clientWidth, height: 190 });
@@ -267,6 +282,11 @@ class Panel {
         if (bars.length) add(run.now.name, bars.map((bar) => bar[0]), bars.map((bar) => bar[1]), 0, { bars: true });
         return;
       }
+      if (this.spec.depths) {
+        const { times, values } = run.depths, tasks = Object.keys(values).sort();
+        tasks.forEach((task, number) => add(task, times, values[task], number, {}));
+        return;
+      }
       const figures = wanted(this.spec.figures || [], Object.keys(run.values));
       this.single = figures.length < 2;
       figures.forEach((name, number) => {
@@ -292,6 +312,7 @@ class Panel {
   update() {
     const curves = this.curves();
     this.node.hidden = curves.length === 0;
+    if (this.spec.depths) this.says.textContent = this.spec.says + this.watched();
     if (!curves.length || !this.box.clientWidth) return;
     const series = [{}], tables = [], bands = [];
     for (const curve of curves) {
@@ -326,18 +347,25 @@ class Panel {
     this.tell(null);
   }
 
+  /** Say since when the queue is watched. */
+  watched() {
+    const since = Math.min(...page.runs.map((run) => run.depths.since || Infinity));
+    return Number.isFinite(since) ? ` Watched since ${new Date(1000 * since).toLocaleString()} by \`asyncflow view\`; the run keeps no history of it.` : "";
+  }
+
   options(series, bands, bars, whole) {
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--quiet").trim(), line = style.getPropertyValue("--line").trim();
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui" };
-    const values = (plot, splits) => splits.map((value) => number(value));
+    const values = (plot, splits) => splits.map((value) => number(value)), time = Boolean(this.spec.depths);
+    const clock = { ...axis, size: 40 }, steps = { ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined,
+      labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values };
     return {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
-      scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
+      scales: { x: { time, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
-      axes: [{ ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
-        { ...axis, size: 56, values }],
-      cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: "step" }, drag: { x: true, y: false } },
+      axes: [time ? clock : steps, { ...axis, size: 56, values }],
+      cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: time ? "time" : "step" }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
     };
   }
@@ -359,7 +387,7 @@ class Panel {
     });
     const place = inside ? data[0][index] : null;
     const prefix = series.some((one) => one.curve && one.curve.bars) ? (inside ? number(place) + ": " : "point at a bar")
-      : inside ? "step " + place : "newest";
+      : !inside ? "newest" : this.spec.depths ? new Date(1000 * place).toLocaleTimeString() : "step " + place;
     this.hover.replaceChildren(prefix, ...parts);
   }
 }

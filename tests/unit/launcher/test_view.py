@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
@@ -26,6 +27,7 @@ from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus
 from launcher.run.supervisor import RestartLog
 from launcher.view.failure_stack import FailureStack
+from launcher.view.queue_depths import QueueDepths
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
 from tests.support.logged_runs import add_steps, append, go_back, make_run
@@ -237,6 +239,52 @@ def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_p
     assert long is not None and not long["follows"]
     assert long["text"].endswith("99999\n") and len(long["text"]) <= 64 * 1024
     assert run.samples()["total"] == 0
+
+
+def test_the_history_of_a_queue_is_bounded_and_a_page_gets_only_what_is_new_of_it() -> None:
+    depths = QueueDepths(8)
+    assert depths.news(0, 0) == {"since": None, "stride": 1, "from": 0, "times": [], "values": {}}
+    for second in (0, 0, 1, 2):
+        depths.add(1000.0 + second, {"actor": 2.0 * second} | ({"ref": 5.0} if second else {}))
+    assert depths.news(1, 1) == {
+        "since": 1000.0, "stride": 1, "from": 1, "times": [1001.0, 1002.0],
+        "values": {"actor": [2.0, 4.0], "ref": [5.0, 5.0]},
+    }  # fmt: skip
+    for second in range(3, 11):
+        depths.add(1000.0 + second, {"actor": 2.0 * second})
+    assert depths.news(1, 3) == {
+        "since": 1000.0, "stride": 2, "from": 0, "times": [1001.0, 1003.0, 1005.0, 1007.0, 1009.0],
+        "values": {"actor": [1.0, 5.0, 9.0, 13.0, 17.0], "ref": [5.0, 5.0, None, None, None]},
+    }  # fmt: skip
+    for second in range(11, 1000):
+        depths.add(1000.0 + second, {"actor": 0.0})
+    found = depths.news(2, 5)
+    assert len(found["times"]) < 8 and found["times"] == sorted(found["times"])
+
+
+def test_the_server_watches_the_queue_of_a_live_run_while_no_page_asks(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {"task": "actor", "waiting": 1, "leased": 0, "acked": 0, "rows_per_s": 0.0}
+    room = {"live_rows": 8, "row_limit": 0, "live_bytes": 0, "waiting_puts": 0, "lost_rows": 0}
+    controllers = [room | {"tasks": [task | {"controller": f"controller-{k}", "ready": 3 + k}]} for k in range(2)]
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    watched = threading.Event()
+
+    def read(path: Path) -> RunStatus:
+        watched.set()
+        return RunStatus(path, 7.0, (), {}, controllers)
+
+    monkeypatch.setattr(RunStatus, "read", read)
+
+    async def question(client: Any, token: str) -> None:
+        assert await asyncio.to_thread(watched.wait, 30)
+        monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: False)
+        [run] = (await (await client.get(f"/{token}/api/state")).json())["runs"]
+        assert run["live"] is None
+        assert run["queue_depths"] == {"since": 7.0, "stride": 1, "from": 0, "times": [7.0], "values": {"actor": [7.0]}}
+
+    serve([run_dir], question)
 
 
 # Failures
@@ -475,7 +523,7 @@ def test_the_page_gets_several_runs_and_how_they_differ(run_dir: Path, tmp_path:
     async def question(client: Any, token: str) -> None:
         runs = (await (await client.get(f"/{token}/api/state")).json())["runs"]
         assert [(run["name"], run["step"]) for run in runs] == [("run", 3), ("other", 2)]
-        again = (await (await client.get(f"/{token}/api/state?have=0.1.3.0,junk")).json())["runs"]
+        again = (await (await client.get(f"/{token}/api/state?have=0.1.3.0.0.0,junk")).json())["runs"]
         assert [run["curves"]["steps"] for run in again] == [[3], [1, 2]]
         differences = (await (await client.get(f"/{token}/api/settings")).json())["differences"]
         assert "seed" in [key for key, _ in differences]
