@@ -815,7 +815,9 @@ function build(root) {
   fill(speed, accountPanel, timeline.node, plan);
   const others = el("div", { class: "grid" }), drawn = new Set(SECTIONS.flatMap((section) => section.panels.flatMap((panel) => panel.figures || [])));
   const known = new Map();
-  const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure (docs/metrics.md says what each means)"), others);
+  const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure"),
+    el("p", { class: "note" }, "No range of these is right for every run: good is a curve that is steady, or that moves as the panels above explain. "
+      + "One that jumps at the step where reward, KL or entropy turn says why. docs/metrics.md has the meaning and the unit of each."), others);
   fill(root, head, top, sections.map((section) => section.node), now, samples.node,
     el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, stacks.node, logs.node),
     el("section", null, el("h2", { id: "settings" }, "Settings"), settings), el("section", null, el("h2", null, "The rest"), rest));
