@@ -22,6 +22,7 @@ import re
 import statistics
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ from launcher.report.report import TimeSpent, has_text, number_text
 from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
-from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
+from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, end_of_step, in_order, newest_spans, spans_between
 from launcher.view.failure_stack import FailureStack
 from launcher.view.queue_depths import QueueDepths
 from launcher.view.row_trace import RowTrace, log_prob_gaps
@@ -169,6 +170,12 @@ class Curves:
 
     def _open_step(self, stride: int) -> list[int]:
         return [self._steps[-1]] if self.num_steps % stride else []
+
+    def time_of(self, step: int) -> float | None:
+        """Return `time_s` of a step."""
+        place, times = bisect_left(self._steps, step), self._columns.get("time_s", array("d"))
+        found = place < min(len(self._steps), len(times)) and self._steps[place] == step
+        return times[place] if found and math.isfinite(times[place]) else None
 
     def newest(self) -> dict[str, float]:
         return {name: value for name, value in figures(self.last).items() if name not in _NOT_CURVES}
@@ -583,20 +590,24 @@ class RunReader:
             self._account_due = time.monotonic() + 100 * (time.monotonic() - began)
         return self._account
 
-    def timeline(self, last_s: float) -> Fields:
+    def timeline(self, last_s: float, stretch: tuple[float, float] | None = None) -> Fields:
         """Return {origin, end, categories, processes: [{name, spans: [[start, length, name, category, details]]}]}.
 
         Starts and lengths are in seconds since `origin` (unix time), categories places in the list of them.
+
+        Args:
+            last_s: how much of the run's end.
+            stretch: from when to when (unix time, s), instead.
         """
         try:
-            processes = newest_spans(self.run_dir, last_s)
+            processes = spans_between(self.run_dir, *stretch) if stretch else newest_spans(self.run_dir, last_s)
         except OSError as error:
             return {"why": f"the timeline cannot be read: {error.strerror}"}
         every = [span for own in processes.values() for span in own]
         if not every:
-            return {"why": "no spans yet"}
-        end = max(span.end for span in every)
-        origin = max(end - last_s, min(span.start for span in every))
+            return {"why": "no process has a span then" if stretch else "no spans yet"}
+        newest = max(span.end for span in every)
+        origin, end = stretch or (max(newest - last_s, min(span.start for span in every)), newest)
         categories = {name: place for place, name in enumerate(CATEGORIES)}
         return {
             "origin": origin,
@@ -619,11 +630,29 @@ class RunReader:
         }  # fmt: skip
 
     def trace(self, row: int) -> Fields:
-        """Return {text}: where a row was, see `RowTrace`, or {why}: there is nothing."""
+        """Return {text, moments}: where a row was, see `RowTrace`, or {why}: there is nothing.
+
+        `moments`: [[when (unix time, s), what, process]]; []: it is not known when the run's clock began.
+        """
         try:
-            return {"text": RowTrace.read(self.run_dir, row).as_text()}
+            trace = RowTrace.read(self.run_dir, row)
+            return {"text": trace.as_text(), "moments": self._moments(trace)}
         except (AsyncFlowError, OSError) as error:
             return {"why": str(error)}
+
+    def _moments(self, trace: RowTrace) -> list[list[Any]]:
+        # Times of a row count from the start of the command, which no file has once the run has ended. A step has both
+        # its time since then and, in the timeline, the moment at which its weights existed.
+        step_line = trace.trained[-1] if trace.trained else self._curves.last
+        step, lineage = step_line.get("step", 0), step_line.get("lineage", 0)
+        time_s = self._curves.time_of(step)
+        ended = None if time_s is None else end_of_step(self.run_dir, step)
+        if time_s is None or ended is None:
+            return []
+        moments = trace.moments(lineage)
+        if trace.trained:
+            moments.append((time_s, f"the weights of step {step} exist", "actor-0"))
+        return [[round(ended - time_s + at, 3), what, process] for at, what, process in moments]
 
     def _read_account(self) -> Fields:
         try:

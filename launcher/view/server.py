@@ -184,8 +184,13 @@ class ViewServer:
         return _json(await self._ask(self._number_of_run(request), RunReader.account, slow=True))
 
     async def _timeline(self, request: web.Request) -> web.StreamResponse:
-        last_s = min(_MOST_TIMELINE_S, _whole(request, "last", 60))
-        return _json(await self._ask(self._number_of_run(request), lambda run: run.timeline(last_s), slow=True))
+        last_s, stretch = min(_MOST_TIMELINE_S, _whole(request, "last", 60)), None
+        if "from_ms" in request.query:
+            start = _whole(request, "from_ms", 0) / 1000
+            stretch = start, min(max(start, _whole(request, "to_ms", 0) / 1000), start + _MOST_TIMELINE_S)
+        return _json(
+            await self._ask(self._number_of_run(request), lambda run: run.timeline(last_s, stretch), slow=True)
+        )
 
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         row = _whole(request, "row", 0)

@@ -194,6 +194,57 @@ def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
         expect(page.locator("article.sample details pre").first).to_contain_text("trained in step 1")
 
 
+def timeline_says(page: Any, share: float, y: int, text: str) -> None:
+    """Wait until the timeline says a text at a share of the stretch that it was asked for."""
+    page.wait_for_function(
+        """([share, y, text]) => {
+            const canvas = document.querySelector("canvas.spans"), box = canvas.getBoundingClientRect();
+            const x = 110 + (0.1 + share) / 1.2 * (box.width - 110);
+            canvas.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x, clientY: box.top + y}));
+            return canvas.parentNode.querySelector(".hover").textContent.startsWith(text);
+        }""",
+        arg=[share, y, text],
+    )
+
+
+def test_a_row_is_followed_on_the_timeline(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    for folder in ("trace", "timeline"):
+        (run_dir / folder).mkdir()
+    append(run_dir / "metrics.jsonl", {"step": 2, "lineage": 0, "time_s": 9.5})
+    lease = {"task": "actor_rollout", "token": 1, "step": 2, "rows": [0], "lineage": 0, "to": "rollout-0/0@0.abc"}
+    append(run_dir / "trace" / "leases-controller-0.jsonl", lease | {"time_s": 3.0})
+    append(run_dir / "trace" / "leases-controller-0.jsonl", lease | {"time_s": 6.0, "token": 2, "to": EVIL})
+    line = {"step": 2, "group": 1, "lineage": 0, "indices": [0], "versions": [0, 0], "time_s": 9.0}
+    append(run_dir / "ledger.jsonl", line | {"admitted_step": 1, "epoch": 0, "staleness": 0})
+    spans = (("actor-0", "publish weights", 1009.25), ("rollout-0-0", "generate", 1003.25), ("ref-0-0", "old", 5000.0))
+    for process, name, start in spans:
+        span = {"name": name, "start": start, "end": start + 0.25, "step": 2}
+        append(run_dir / "timeline" / f"{process}.jsonl", span)
+    with served(run_dir) as address:
+        page.goto(address)
+        timeline = page.locator(".panel:has(canvas.spans)")
+        expect(timeline).to_contain_text("seconds before the newest span")
+        page.get_by_text("follow this row").first.click()
+        entries = page.locator("article.sample").first.locator(".moments button")
+        expect(entries).to_have_count(5)
+        expect(entries.nth(1)).to_have_text("1: +0.000 s actor_rollout: leased to rollout-0/0@0.abc")
+        expect(entries.nth(3)).to_have_text("3: +6.000 s trained in step 2")
+        entries.nth(0).click()
+        expect(timeline).to_contain_text("row 0, seconds since moment 1")
+        expect(page.get_by_label("timeline", exact=True)).to_be_in_viewport()
+        # Of the row's 6.5 s; there is a tenth as much room on both sides.
+        timeline_says(page, 0, 30, "row 0, 1: actor_rollout: leased to rollout-0/0@0.abc")
+        timeline_says(page, 6 / 6.5, 30, "row 0, 3: trained in step 2")
+        timeline_says(page, 0.4 / 6.5, 8, "rollout-0-0: generate 0.25 s (step 2)")
+        entries.nth(1).click()  # the three seconds until the second lease
+        timeline_says(page, 0.45 / 3, 8, "rollout-0-0: generate 0.25 s (step 2)")
+        timeline_says(page, 1, 8, "row 0, 2: actor_rollout: leased to </script>")
+        page.get_by_role("button", name="the newest again").click()
+        expect(timeline).to_contain_text("seconds before the newest span")
+        assert page.locator("img").count() == 0
+
+
 @contextmanager
 def launched(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Give a run a launcher of this host: a process that waits until it is killed."""

@@ -149,7 +149,7 @@ function liveSource() {
     log: (run, log, from) => ask("log", from === null ? { run, log } : { run, log, from }),
     stacks: (run) => ask("stacks", { run }),
     account: (run) => ask("account", { run }),
-    timeline: (run, last) => ask("timeline", { run, last }),
+    timeline: (run, stretch) => ask("timeline", { run, ...stretch }),
     trace: (run, row) => ask("trace", { run, row }),
     settings: () => ask("settings"),
     control: (what, run) => fetch(`api/${what}?run=${run}`, { method: "POST", headers: { "X-AsyncFlow": "control" } }),
@@ -244,7 +244,7 @@ function roomFor(plot, low, high) {
 
 // A panel with curves
 
-const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null, stacks: new Map() };
+const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null, stacks: new Map(), timeline: null };
 
 class Panel {
   constructor(spec) {
@@ -459,12 +459,24 @@ function sampleNode(row) {
 /** Where the row was: its worker, leases and training, as `asyncflow trace` says it. */
 function followed(row) {
   if (page.source.frozen || !Number.isInteger(row.index) || !String(row.file || "").startsWith("rollout")) return null;
-  const said = el("pre", null, "reading ...");
+  const said = el("pre", null, "reading ..."), moments = el("div", { class: "moments" });
   return el("details", { ontoggle: async (event) => {
     if (!event.target.open) return;
-    try { const found = await page.source.trace(page.current, row.index); said.textContent = shown(found.text || found.why); }
-    catch (error) { said.textContent = "no answer: " + error.message; }
-  } }, el("summary", null, "follow this row"), said);
+    try {
+      const found = await page.source.trace(page.current, row.index);
+      said.textContent = shown(found.text || found.why);
+      fill(moments, momentButtons(row.index, found.moments || []));
+    } catch (error) { said.textContent = "no answer: " + error.message; }
+  } }, el("summary", null, "follow this row"), said, moments);
+}
+
+/** Buttons that show a row's moments on the timeline: all of them, or one with the stretch until the next. */
+function momentButtons(row, moments) {
+  if (!moments.length) return [];
+  const button = (text, from, to, chosen) => el("button", { class: "link", onclick: () => page.timeline.follow({ row, moments, from, to, chosen }) }, text);
+  const first = moments[0][0], last = moments[moments.length - 1][0];
+  return [button("show it on the timeline", first, last, null), ...moments.map(([at, what], place) =>
+    button(`${place + 1}: +${(at - first).toFixed(3)} s ${what}`, at, (moments[place + 1] || [last])[0], place))];
 }
 
 function samplesPart() {
@@ -544,12 +556,13 @@ function timelinePart() {
   const LABEL = 110, ROW = 17, last = el("select", { "aria-label": "time shown" }, [[10, "10 s"], [60, "1 min"], [300, "5 min"], [3600, "1 h"]]
     .map(([value, label]) => el("option", { value }, "the last " + label)));
   const canvas = el("canvas", { class: "spans", "aria-label": "timeline" }), told = el("div", { class: "hover" }), why = el("p", { class: "note" });
-  let known = null, view = null, dragged = null;
+  const unit = el("span", { class: "unit" }), newest = el("button", { onclick: () => { row = null; known = null; show(); } }, "the newest again");
+  let known = null, view = null, dragged = null, row = null;  // row: what is followed, and on which run
   const xOf = (time) => LABEL + (time - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - LABEL);
   const timeOf = (x) => view[0] + (x - LABEL) / (canvas.clientWidth - LABEL) * (view[1] - view[0]);
   function draw() {
     if (!known || !canvas.clientWidth) return;
-    const scale = window.devicePixelRatio || 1, height = ROW * known.processes.length + 16, shades = shadesOf(known.categories);
+    const scale = window.devicePixelRatio || 1, height = ROW * known.processes.length + (row ? 30 : 16), shades = shadesOf(known.categories);
     canvas.style.height = height + "px"; canvas.width = canvas.clientWidth * scale; canvas.height = height * scale;
     const pen = canvas.getContext("2d"), quiet = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
     pen.scale(scale, scale); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
@@ -562,13 +575,40 @@ function timelinePart() {
       pen.fillStyle = quiet; pen.fillText(shown(process.name), 0, place * ROW + ROW / 2, LABEL - 6);
     });
     pen.fillStyle = quiet;
-    for (const share of [0, 0.25, 0.5, 0.75]) pen.fillText(number(timeOf(LABEL + share * (canvas.clientWidth - LABEL)) - known.end) + " s",
+    for (const share of [0, 0.25, 0.5, 0.75]) pen.fillText(number(timeOf(LABEL + share * (canvas.clientWidth - LABEL)) - (row ? row.moments[0][0] - known.origin : known.end)) + " s",
       LABEL + share * (canvas.clientWidth - LABEL), height - 7);
+    if (row) drawMoments(pen, height);
+  }
+  /** A line at each moment of the row, with its number, and a dot where it happened. */
+  function drawMoments(pen, height) {
+    row.moments.forEach(([at, , name], place) => {
+      const x = xOf(at - known.origin), line = known.processes.findIndex((process) => process.name === name);
+      if (x < LABEL || x > canvas.clientWidth) return;
+      pen.fillStyle = "#c23b3b";
+      pen.fillRect(x - (place === row.chosen ? 1 : 0.5), 0, place === row.chosen ? 2 : 1, height - 28);
+      pen.fillText(String(place + 1), Math.min(x - 3, canvas.clientWidth - 14), height - 21);
+      if (line < 0) return;
+      pen.beginPath(); pen.arc(x, line * ROW + ROW / 2, 4, 0, 2 * Math.PI); pen.fill();
+    });
+  }
+  function momentsAt(x) {
+    return row ? row.moments.map(([at, what], place) => [Math.abs(xOf(at - known.origin) - x), `${place + 1}: ${what}`])
+      .filter(([far]) => far < 5).map(([, what]) => what) : [];
+  }
+  function follow(wanted) {
+    const room = Math.max(0.02, 0.1 * (wanted.to - wanted.from));
+    row = { ...wanted, run: page.current, stretch: { from_ms: Math.floor(1000 * (wanted.from - room)), to_ms: Math.ceil(1000 * (wanted.to + room)) } };
+    known = null; told.textContent = "";
+    return show().then(() => node.scrollIntoView({ block: "center" }));
   }
   async function show() {
+    if (row && row.run !== page.current) { row = null; known = null; }
+    const mine = row;
     let found;
-    try { found = await page.source.timeline(page.current, last.value); } catch { return; }
-    if (!found) return;
+    try { found = await page.source.timeline(page.current, row ? row.stretch : { last: last.value }); } catch { return; }
+    if (!found || mine !== row) return;
+    newest.hidden = !row;
+    unit.textContent = row ? `row ${row.row}, seconds since moment 1` : "seconds before the newest span";
     why.textContent = found.why || ""; canvas.hidden = Boolean(found.why);
     node.hidden = canvas.hidden && !page.runs[page.current].now.step;
     if (found.why) return;
@@ -596,15 +636,18 @@ function timelinePart() {
     }
     const process = known.processes[Math.floor(event.offsetY / ROW)], at = timeOf(event.offsetX);
     const spans = process && event.offsetX >= LABEL ? process.spans.filter(([start, length]) => start <= at && at <= start + length) : [];
-    told.textContent = spans.length ? shown(process.name + ": " + spans.map(([, length, name, , more]) =>
+    const moments = momentsAt(event.offsetX);
+    told.textContent = moments.length ? shown(`row ${row.row}, ` + moments.join("; ")) : spans.length ? shown(process.name + ": " + spans.map(([, length, name, , more]) =>
       `${name} ${number(length)} s${more ? " (" + more + ")" : ""}`).join(" in ")) : "";
   });
-  last.addEventListener("change", () => { known = null; show(); });
+  last.addEventListener("change", () => { row = null; known = null; show(); });
   new ResizeObserver(draw).observe(canvas);
-  const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", el("span", { class: "unit" }, "seconds before the newest span")),
-    page.source.frozen ? null : el("div", { class: "controls" }, last), why, canvas, told,
-    el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. `asyncflow timeline` draws the whole run."));
-  return { node, show, showNewest: () => {
+  const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", unit),
+    page.source.frozen ? null : el("div", { class: "controls" }, last, newest), why, canvas, told,
+    el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. "
+      + (page.source.frozen ? "" : "Rollouts below can be followed through it. ") + "`asyncflow timeline` draws the whole run."));
+  return { node, show, follow, showNewest: () => {
+    if (row && row.run === page.current) return;
     const { top, bottom } = node.getBoundingClientRect();
     if (node.hidden || (dragged === null && bottom > 0 && top < window.innerHeight)) return show();
   } };
@@ -812,6 +855,7 @@ function build(root) {
   const speed = sections.find((section) => section.extra).extra, account = el("div", null), plan = el("div", { class: "wide" }), now = el("div"), failures = el("div"), settings = el("div");
   const accountPanel = el("section", { class: "panel wide" }, el("h3", null, "Where the time went"), account);
   const samples = samplesPart(), stacks = stacksPart(), logs = logsPart(), timeline = timelinePart();
+  page.timeline = timeline;
   fill(speed, accountPanel, timeline.node, plan);
   const others = el("div", { class: "grid" }), drawn = new Set(SECTIONS.flatMap((section) => section.panels.flatMap((panel) => panel.figures || [])));
   const known = new Map();

@@ -140,6 +140,52 @@ def test_the_timeline_has_the_last_seconds_of_every_process(run_dir: Path) -> No
     assert ref["spans"][0][:2] == [0.0, 0.0], "it ended as the window began"
 
 
+def follow_a_row(run_dir: Path) -> None:
+    """Write what a run leaves of row 7, which step 2 trained after a resume: its clock began at 1000 s (unix time)."""
+    for folder in ("trace", "timeline"):
+        (run_dir / folder).mkdir()
+    for step, lineage, time_s in ((1, 0, 50.0), (2, 1, 9.5)):
+        append(run_dir / "metrics.jsonl", {"step": step, "lineage": lineage, "reward_mean": 0.5, "time_s": time_s})
+        span = {"name": "publish weights", "start": 900.0, "end": 50.0 if step == 1 else 1009.5, "step": step}
+        append(run_dir / "timeline" / "actor-0.jsonl", span | {"start": span["end"] - 0.25})  # type: ignore[operator]
+    leases = run_dir / "trace" / "leases-controller-0.jsonl"
+    lease = {"task": "actor_rollout", "token": 1, "step": 2, "rows": [7], "to": "rollout-1/0@0.abc", "time_s": 40.0}
+    append(leases, lease | {"lineage": 0})
+    append(leases, lease | {"lineage": 1, "time_s": 3.0})
+    append(leases, {"task": "actor_rollout", "token": 1, "rows": [7], "ended": "released", "lineage": 1, "time_s": 4.0})
+    append(leases, lease | {"lineage": 1, "time_s": 4.5, "token": 2, "to": "rollout-0/0@0.abc"})
+    line = {"step": 2, "group": 1, "lineage": 1, "indices": [7], "versions": [0, 0], "time_s": 9.0}
+    append(run_dir / "ledger.jsonl", line | {"admitted_step": 1, "epoch": 0, "staleness": 0})
+    for gang, start, end in (("rollout-1", 1003.0, 1004.0), ("rollout-0", 1004.5, 1008.0), ("ref-0", 1200.0, 1201.0)):
+        append(run_dir / "timeline" / f"{gang}-0.jsonl", {"name": "generate", "start": start, "end": end, "rows": 1})
+
+
+def test_a_row_has_its_moments_on_the_timeline_by_the_clock_of_the_start_that_trained_it(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    follow_a_row(run_dir)
+    sample(run_dir, 2, 8, 0.5)
+    assert run.trace(7)["moments"] == [], "its times are not known before the metrics are read"
+    run.state()
+    found = run.trace(7)
+    assert "again: the one before ended" in found["text"]
+    assert found["moments"] == [
+        [1003.0, "actor_rollout: leased to rollout-1/0@0.abc", "rollout-1-0"],
+        [1004.0, "actor_rollout: released by its consumer", ""],
+        [1004.5, "actor_rollout: leased to rollout-0/0@0.abc", "rollout-0-0"],
+        [1009.0, "trained in step 2", "actor-0"],
+        [1009.5, "the weights of step 2 exist", "actor-0"],
+    ]
+    assert run.trace(8)["moments"] == [] and "why" in run.trace(9)
+    shown = run.timeline(60.0, (1002.0, 1005.0))
+    assert (shown["origin"], shown["end"]) == (1002.0, 3.0)
+    assert [(one["name"], one["spans"][0][:2]) for one in shown["processes"]] == [
+        ("rollout-0-0", [2.5, 3.5]),
+        ("rollout-1-0", [1.0, 1.0]),
+    ]
+    assert run.timeline(60.0, (1.0, 2.0)) == {"why": "no process has a span then"}
+    assert run.timeline(60.0)["processes"][0]["name"] == "ref-0-0"
+
+
 def test_steps_that_a_run_repeats_replace_the_first_ones(run_dir: Path) -> None:
     page = Page(RunReader(run_dir, "run"))
     add_steps(run_dir, 1, 9, reward=0.25)
