@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncflow.decoding import UNREADABLE, json_object
 
 _TAIL_BYTES = 256 * 1024
-_MOST_CHARS, _FIRST_CHARS = 8000, 2000
+_MOST_CHARS, _FIRST_CHARS = 12_000, 3000
 _LOGGED = re.compile(r'(?:\{"time": ")?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)')
 _TRACEBACK = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 _DUMP = re.compile(r"Fatal Python error: |(?:Current thread|Thread) 0x\w+.*\(most recent call first\):")
