@@ -448,8 +448,9 @@ class RunReader:
 
     def watch_queue(self) -> None:
         """Add to the history of the queue, if the run is live. To be called every few seconds."""
-        if is_live(self.run_dir):
-            self._watched()
+        with contextlib.suppress(OSError):
+            if is_live(self.run_dir):
+                self._watched()
 
     def _watched(self) -> Fields | None:
         live = self._live()
