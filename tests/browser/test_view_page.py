@@ -195,16 +195,10 @@ def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
 
 
 def timeline_says(page: Any, share: float, y: int, text: str) -> None:
-    """Wait until the timeline says a text at a share of the stretch that it was asked for."""
-    page.wait_for_function(
-        """([share, y, text]) => {
-            const canvas = document.querySelector("canvas.spans"), box = canvas.getBoundingClientRect();
-            const x = 110 + (0.1 + share) / 1.2 * (box.width - 110);
-            canvas.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x, clientY: box.top + y}));
-            return canvas.parentNode.querySelector(".hover").textContent.startsWith(text);
-        }""",
-        arg=[share, y, text],
-    )
+    """Point at a share of the stretch that the timeline was asked for, and wait for what it says."""
+    box = page.get_by_label("timeline", exact=True).bounding_box()
+    page.mouse.move(box["x"] + 110 + (0.1 + share) / 1.2 * (box["width"] - 110), box["y"] + y)
+    expect(page.locator(".panel:has(canvas.spans) .hover")).to_contain_text(text)
 
 
 def test_a_row_is_followed_on_the_timeline(run_dir: Path, page: Any) -> None:
@@ -238,6 +232,7 @@ def test_a_row_is_followed_on_the_timeline(run_dir: Path, page: Any) -> None:
         timeline_says(page, 6 / 6.5, 30, "row 0, 3: trained in step 2")
         timeline_says(page, 0.4 / 6.5, 8, "rollout-0-0: generate 0.25 s (step 2)")
         entries.nth(1).click()  # the three seconds until the second lease
+        expect(timeline).to_contain_text("row 0 from moment 1, seconds since moment 1")
         timeline_says(page, 0.45 / 3, 8, "rollout-0-0: generate 0.25 s (step 2)")
         timeline_says(page, 1, 8, "row 0, 2: actor_rollout: leased to </script>")
         page.get_by_role("button", name="the newest again").click()
@@ -484,21 +479,19 @@ def test_the_depth_of_the_queue_is_a_curve_over_the_time_that_it_is_watched(
 
     def read(path: Path) -> RunStatus:
         second = next(seconds)
-        tasks = [counts | {"task": "actor", "ready": 4}, counts | {"task": "ref", "ready": second % 9}]
+        tasks = [counts | {"task": "actor", "ready": 4}, counts | {"task": "ref", "ready": min(second, 3)}]
         return RunStatus(path, 1_800_000_000.0 + second, (), {}, [room | {"tasks": tasks}])
 
     monkeypatch.setattr(RunStatus, "read", read)
     with launched(run_dir), served(run_dir) as address:
         page.goto(address)
         depths = panel(page, "Queue depth")
-        page.wait_for_function("page.runs[0].depths.times.length > 3")
+        expect(depths.locator(".hover")).to_have_text("newestactor 4ref 3")
         assert curve_is_drawn(page, "Queue depth")
-        expect(depths.locator(".hover")).to_contain_text("actor 4")
         expect(depths).to_contain_text("Watched since ")
         add_steps(run_dir, 2, 2)
         expect(page.locator("header")).to_contain_text("step 2")
         assert page.evaluate("page.runs[0].depths.times.every((time, place, all) => !place || time > all[place - 1])")
-        depths.scroll_into_view_if_needed()
     report = write_report(run_dir).as_uri()
     page.goto(report)
     expect(depths).to_be_hidden()

@@ -608,7 +608,7 @@ function timelinePart() {
     try { found = await page.source.timeline(page.current, row ? row.stretch : { last: last.value }); } catch { return; }
     if (!found || mine !== row) return;
     newest.hidden = !row;
-    unit.textContent = row ? `row ${row.row}, seconds since moment 1` : "seconds before the newest span";
+    unit.textContent = row ? `row ${row.row}${row.chosen === null ? "" : ` from moment ${row.chosen + 1}`}, seconds since moment 1` : "seconds before the newest span";
     why.textContent = found.why || ""; canvas.hidden = Boolean(found.why);
     node.hidden = canvas.hidden && !page.runs[page.current].now.step;
     if (found.why) return;
