@@ -358,7 +358,7 @@ class Panel {
     const ink = style.getPropertyValue("--quiet").trim(), line = style.getPropertyValue("--line").trim();
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui" };
     const values = (plot, splits) => splits.map((value) => number(value)), time = Boolean(this.spec.depths);
-    const clock = { ...axis, size: 40 }, steps = { ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined,
+    const clock = { ...axis, size: 48 }, steps = { ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined,
       labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values };
     return {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
