@@ -131,7 +131,7 @@ def measure(run_dir: Path, seconds: float, num_steps: int, draw: random.Random) 
                 metrics.write(step_line(step, draw))
                 if time.monotonic() - asked_at >= POLL_S:
                     asked_at = time.monotonic()
-                    have = f"{curves['generation']}.{curves['stride']}.{points}.0"
+                    have = f"{curves['generation']}.{curves['stride']}.{points}.0.0.0"
                     news, took_s = ask(f"{address}api/state?have={have}")
                     curves = json.loads(news)["runs"][0]["curves"]
                     points = curves["from"] + len(curves["steps"])
@@ -327,7 +327,7 @@ def look(run_dir: Path, ended: threading.Event, cost: dict[str, float]) -> None:
         while not ended.wait(POLL_S):
             state = json.loads(ask(f"{address}api/state?have={have}")[0])["runs"][0]
             curves = state["curves"]
-            have = f"{curves['generation']}.{curves['stride']}.{curves['from'] + len(curves['steps'])}.0"
+            have = f"{curves['generation']}.{curves['stride']}.{curves['from'] + len(curves['steps'])}.0.0.0"
             if polls % 5 == 0:
                 ask(f"{address}api/timeline?last=60")
             if polls % 15 == 0:

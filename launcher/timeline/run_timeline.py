@@ -6,6 +6,7 @@ something else meanwhile. The same holds for rollouts of users' functions and th
 have lanes of their own.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from asyncflow.decoding import UNREADABLE, json_object
 from asyncflow.errors import ConfigError
@@ -52,7 +54,7 @@ _HEADINGS = {
 }
 """Categories of an account; `other`: no span covers the time."""
 
-_ENDS_BYTES = 2**20
+_ENDS_BYTES, _BLOCK_BYTES = 2**20, 2**12
 
 _ROLES = ("rollout", "ref", "teacher", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Order of rows from top to bottom; users' roles follow."""
@@ -180,6 +182,54 @@ def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
     newest = max((span.end for own in spans.values() for span in own), default=0.0)
     kept = {name: sorted((s for s in own if s.end >= newest - last_s), key=_order) for name, own in spans.items()}
     return {name: kept[name] for name in in_order(kept) if kept[name]}
+
+
+def spans_between(run_dir: Path, start: float, end: float) -> dict[str, list[Span]]:
+    """Return process -> its spans that touch a stretch of time (unix time, s), as `newest_spans`.
+
+    A process appends its spans as they end, so where a stretch begins is found without reading all of a file. A long
+    stretch is cut, as there, but at its end.
+    """
+    paths = sorted((run_dir / TIMELINE).glob("*.jsonl"))
+    spans: dict[str, list[Span]] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            if place := _place_of(file, path.stat().st_size, start):
+                file.seek(place)
+                file.readline()
+            else:
+                file.seek(0)
+            lines = file.read(max(4 * _BLOCK_BYTES, _ENDS_BYTES // len(paths))).split(b"\n")[:-1]
+        shown = [span for line in lines if (span := _span(_values(line))) is not None]
+        own = [s for s in shown if s.end >= start and s.start <= end and (s.name not in BESIDE or s.name == PAUSED)]
+        if own:
+            spans[path.stem] = sorted(own, key=_order)
+    return {name: spans[name] for name in in_order(spans)}
+
+
+def _place_of(file: BinaryIO, size: int, time: float) -> int:
+    """Return a place in a file some lines before its first span that ends at a time or later."""
+    low, high = 0, size
+    while high - low > _BLOCK_BYTES:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        span = None
+        while span is None and file.tell() < high and (line := file.readline()):
+            span = _span(_values(line))
+        low, high = (middle, high) if span is not None and span.end < time else (low, middle)
+    return max(0, low - _BLOCK_BYTES)
+
+
+def end_of_step(run_dir: Path, step: int) -> float | None:
+    """Return when the weights of a step existed (unix time, s), the last time that it was trained; None: unknown."""
+    found = None
+    with contextlib.suppress(OSError), (run_dir / TIMELINE / "actor-0.jsonl").open("rb") as file:
+        for line in file:
+            span = _span(_values(line)) if STEP_ENDS.encode() in line else None
+            if span is not None and span.name == STEP_ENDS and span.attributes.get("step") == step:
+                found = span.end
+    return found
 
 
 def _values(line: bytes) -> Mapping[str, object]:

@@ -57,6 +57,7 @@ def write_report(run_dir: Path) -> Path:
             "state": {"control": False, "runs": [state]},
             "samples": _samples(run),
             "logs": _logs(run),
+            "stacks": run.stacks(),
             "account": run.account(),
             "timeline": run.timeline(_TIMELINE_S),
             "settings": {"text": [run.settings_text()], "differences": []},

@@ -309,6 +309,15 @@ class RowTrace:
             return []
         return log_prob_gaps(self.samples[0].get("log_probs") or (), mine[-1]["log_probs"])
 
+    def moments(self, lineage: int) -> list[tuple[float, str, str]]:
+        """Return (time_s, what happened, the timeline's process) of a lineage, in order: leases, and the training."""
+        found = [
+            (_when(line)[1], _lease_text(line), _process(line)) for line in self.leases if _when(line)[0] == lineage
+        ]
+        taken = [line for line in self.trained if line["lineage"] == lineage]
+        found += [(line["time_s"], f"trained in step {line['step']}", "actor-0") for line in taken]
+        return sorted(found)
+
     def as_text(self) -> str:
         """Return lines of at most 80 columns, but for texts of the row."""
         lines = [f"row {self.row}"]
@@ -378,6 +387,16 @@ def _sample_lines(sample: Fields) -> list[str]:
 
 def _when(line: Fields) -> tuple[int, float]:
     return line.get("lineage", 0), line["time_s"]  # earlier versions wrote no lineage
+
+
+def _lease_text(lease: Fields) -> str:
+    done = f"{lease['ended']} by its consumer" if "ended" in lease else f"leased to {lease['to']}"
+    return plain(f"{lease['task']}: {done}")
+
+
+def _process(lease: Fields) -> str:
+    """Return the process that has a lease, e.g. `rollout-1-0` of `rollout-1/0@0.e7cdb4ea`."""
+    return str(lease.get("to", "")).partition("@")[0].replace("/", "-")
 
 
 def _lease_lines(leases: Sequence[Fields]) -> list[str]:

@@ -2,24 +2,28 @@
 
     metrics.jsonl     a column of floats per figure; sent as means over equal numbers of steps, the open one again
     evaluation.jsonl  a row per evaluation
-    status.json       while the run is live; end.json once it has ended; plan.json, config.yaml
+    status.json       while the run is live; the queue's history, of which it has the newest moment, is in memory
+    end.json          once it has ended; plan.json, config.yaml
     samples/, trace/  an index in memory; conversations and log-probabilities are read when asked for
-    logs/             the ends, and what follows
+    logs/             the ends, and what follows; the newest stacks in those of processes that failed
     timeline/         the ends; what the account needs is read whole
 
 Each file is read from where the last call stopped. Nothing is written (but `trace` keeps an index of its own), and no
 process of the run is asked. A file that is missing or damaged costs its panel and a line that says so, since a run is
-looked at most when something is wrong with it. One thread at a time asks for `samples`, `account`, `timeline` and
-`trace`, and one for everything else.
+looked at most when something is wrong with it. One thread at a time asks for `samples`, `stacks`, `account`,
+`timeline` and `trace`, and one for everything else.
 """
 
 import codecs
 import contextlib
 import math
 import os
+import re
 import statistics
 import time
 from array import array
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -31,6 +35,7 @@ import numpy
 
 from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.job import GangSpec
 from asyncflow.json_lines import LineReader, finite_fields
 from asyncflow.run_files import (
     CONFIG_FILE,
@@ -51,7 +56,9 @@ from launcher.report.report import TimeSpent, has_text, number_text
 from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
-from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, in_order, newest_spans
+from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, end_of_step, in_order, newest_spans, spans_between
+from launcher.view.failure_stack import FailureStack
+from launcher.view.queue_depths import QueueDepths
 from launcher.view.row_trace import RowTrace, log_prob_gaps
 
 Fields = dict[str, Any]
@@ -59,6 +66,7 @@ Fields = dict[str, Any]
 MOST_POINTS = 1000
 """Most points of a curve; those of longer runs are means over several steps."""
 _LOG_BYTES = 64 * 1024
+_MOST_STACKS = 24
 _TIMELINE_BYTES = 32 * 2**20
 _NOT_CURVES = frozenset({"step", "lineage"})
 # Quantiles of Student's t for a 95 % interval of a mean, by number of values.
@@ -67,12 +75,15 @@ _STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9:
 
 @dataclass(frozen=True)
 class Have:
-    """What a page has already: which life of the curves, how many steps to a point, points and evaluations."""
+    """What a page has already: which life of the curves, how many steps to a point, points and evaluations; of the
+    queue's history, how many snapshots to a point, and points."""
 
     generation: int = -1
     stride: int = 0
     points: int = 0
     evaluations: int = 0
+    queue_stride: int = 0
+    queue_points: int = 0
 
 
 class Curves:
@@ -159,6 +170,12 @@ class Curves:
 
     def _open_step(self, stride: int) -> list[int]:
         return [self._steps[-1]] if self.num_steps % stride else []
+
+    def time_of(self, step: int) -> float | None:
+        """Return `time_s` of a step."""
+        place, times = bisect_left(self._steps, step), self._columns.get("time_s", array("d"))
+        found = place < min(len(self._steps), len(times)) and self._steps[place] == step
+        return times[place] if found and math.isfinite(times[place]) else None
 
     def newest(self) -> dict[str, float]:
         return {name: value for name, value in figures(self.last).items() if name not in _NOT_CURVES}
@@ -347,6 +364,11 @@ def _is_drawn(row: Fields) -> bool:
 # The run
 
 
+def _log_label(gang: GangSpec | None, rank: int) -> str:
+    """Return what the log of a gang's rank is called; see `launcher.process.gang.RankFiles`."""
+    return "" if gang is None else f"{gang.role}/{gang.index * gang.num_ranks + rank}"
+
+
 class RunReader:
     """A run's files as JSON; see the module. `name` is what the page calls it."""
 
@@ -357,6 +379,7 @@ class RunReader:
         self._evaluation_lines = LineReader(run_dir / EVALUATION_FILE)
         self._evaluations: dict[int, Fields] = {}
         self._evaluation_generation = 0
+        self._queue_depths = QueueDepths(MOST_POINTS)
         self._samples = SampleIndex(run_dir)
         self._settings: Mapping[str, Any] = {}
         self._settings_of: tuple[int, int, int] | None = None
@@ -373,6 +396,7 @@ class RunReader:
         except AsyncFlowError as error:
             problems.append(str(error))
         state, end = self._state_and_end()
+        live = self._watched() if state == "running" else None
         same = (have.generation, have.evaluations) == (self._curves.generation, len(self._evaluations))
         return {
             "name": self.name,
@@ -385,7 +409,8 @@ class RunReader:
             "newest": finite_fields(self._curves.newest()),
             HISTOGRAMS: self._curves.last.get(HISTOGRAMS, {}),
             "evaluations": None if same else [finite_fields(line) for _, line in sorted(self._evaluations.items())],
-            "live": self._live() if state == "running" else None,
+            "live": live,
+            "queue_depths": self._queue_depths.news(have.queue_stride, have.queue_points),
             "end": end,
             "plan": finite_fields(read_plan(self.run_dir)),
             "problems": [*problems, *self._curves.problems[-5:]],
@@ -421,6 +446,21 @@ class RunReader:
         except OSError as error:
             return f"{CONFIG_FILE} cannot be read: {error.strerror}"
 
+    def watch_queue(self) -> None:
+        """Add to the history of the queue, if the run is live. To be called every few seconds."""
+        with contextlib.suppress(OSError):
+            if is_live(self.run_dir):
+                self._watched()
+
+    def _watched(self) -> Fields | None:
+        live = self._live()
+        if live is not None and live["queue"]:
+            ready: Counter[str] = Counter()
+            for task in live["queue"]:  # each controller has some rows of a task
+                ready[task["task"]] += task["ready"]
+            self._queue_depths.add(live["at"], ready)
+        return live
+
     def _live(self) -> Fields | None:
         try:
             return self._fields_of(RunStatus.read(self.run_dir))
@@ -430,6 +470,7 @@ class RunReader:
     @staticmethod
     def _fields_of(status: RunStatus) -> Fields:
         roles = role_rows(status.gangs, status.ranks, time.time())
+        gangs = {gang.name: gang for gang in status.gangs}
         return {
             "at": status.at,
             "pause": status.pause,
@@ -438,6 +479,7 @@ class RunReader:
             "ranks": [
                 {
                     "name": f"{gang}/{rank}",
+                    "log": _log_label(gangs.get(gang), rank),
                     "state": one.state,
                     "detail": one.detail,
                     "step": one.step,
@@ -517,6 +559,27 @@ class RunReader:
         text = decoder.decode(data)
         return {"text": text, "position": position - len(decoder.getstate()[0]), "follows": follows}
 
+    def stacks(self) -> Fields:
+        """Return {stacks: [{log, what, after, text}]}: the newest stack in the log of each process that failed.
+
+        That one did is told by its error file, which its next start removes, by restarts of its role, and in a run that
+        failed by a log that ends in a stack.
+        """
+        state, end = self._state_and_end()
+        restarts = (end or self._live() or {}).get("restarts", {})
+        again = {re.sub(r"-\d+$", "", gang) for gang in restarts.get("gangs", ())}
+        found: list[Fields] = []
+        for log in self.logs():
+            failed = log.label.partition("/")[0] in again or log.path.with_suffix(".error.json").is_file()
+            if not failed and state not in ("failed", "killed"):
+                continue
+            stack = FailureStack.newest(log.path)
+            if stack is not None and (failed or stack.at_end):
+                found.append({"log": log.label, "what": stack.what, "after": stack.after, "text": stack.text})
+            if len(found) == _MOST_STACKS:
+                break
+        return {"stacks": found}
+
     def account(self) -> Fields:
         """Return {categories, roles: role -> category -> share of the time}, or {why}: there is none.
 
@@ -528,20 +591,24 @@ class RunReader:
             self._account_due = time.monotonic() + 100 * (time.monotonic() - began)
         return self._account
 
-    def timeline(self, last_s: float) -> Fields:
+    def timeline(self, last_s: float, stretch: tuple[float, float] | None = None) -> Fields:
         """Return {origin, end, categories, processes: [{name, spans: [[start, length, name, category, details]]}]}.
 
         Starts and lengths are in seconds since `origin` (unix time), categories places in the list of them.
+
+        Args:
+            last_s: how much of the run's end.
+            stretch: from when to when (unix time, s), instead.
         """
         try:
-            processes = newest_spans(self.run_dir, last_s)
+            processes = spans_between(self.run_dir, *stretch) if stretch else newest_spans(self.run_dir, last_s)
         except OSError as error:
             return {"why": f"the timeline cannot be read: {error.strerror}"}
         every = [span for own in processes.values() for span in own]
         if not every:
-            return {"why": "no spans yet"}
-        end = max(span.end for span in every)
-        origin = max(end - last_s, min(span.start for span in every))
+            return {"why": "no process has a span then" if stretch else "no spans yet"}
+        newest = max(span.end for span in every)
+        origin, end = stretch or (max(newest - last_s, min(span.start for span in every)), newest)
         categories = {name: place for place, name in enumerate(CATEGORIES)}
         return {
             "origin": origin,
@@ -564,11 +631,29 @@ class RunReader:
         }  # fmt: skip
 
     def trace(self, row: int) -> Fields:
-        """Return {text}: where a row was, see `RowTrace`, or {why}: there is nothing."""
+        """Return {text, moments}: where a row was, see `RowTrace`, or {why}: there is nothing.
+
+        `moments`: [[when (unix time, s), what, process]]; []: it is not known when the run's clock began.
+        """
         try:
-            return {"text": RowTrace.read(self.run_dir, row).as_text()}
+            trace = RowTrace.read(self.run_dir, row)
+            return {"text": trace.as_text(), "moments": self._moments(trace)}
         except (AsyncFlowError, OSError) as error:
             return {"why": str(error)}
+
+    def _moments(self, trace: RowTrace) -> list[list[Any]]:
+        # Times of a row count from the start of the command, which no file has once the run has ended. A step has both
+        # its time since then and, in the timeline, the moment at which its weights existed.
+        step_line = trace.trained[-1] if trace.trained else self._curves.last
+        step, lineage = step_line.get("step", 0), step_line.get("lineage", 0)
+        time_s = self._curves.time_of(step)
+        ended = None if time_s is None else end_of_step(self.run_dir, step)
+        if time_s is None or ended is None:
+            return []
+        moments = trace.moments(lineage)
+        if trace.trained:
+            moments.append((time_s, f"the weights of step {step} exist", "actor-0"))
+        return [[round(ended - time_s + at, 3), what, process] for at, what, process in moments]
 
     def _read_account(self) -> Fields:
         try:

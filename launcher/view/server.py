@@ -1,8 +1,9 @@
 """`asyncflow view`: a page over runs, live or finished, on this host's loopback interface. Torch-free.
 
     http://127.0.0.1:PORT/TOKEN/            the page: page/index.html, view.js, view.css, uPlot
-    GET  /TOKEN/api/state?have=G.S.P.E,...  what is new in each run since what the page has
-    GET  /TOKEN/api/samples, trace, log, account, timeline, settings     what a panel shows, when somebody looks at it
+    GET  /TOKEN/api/state?have=...          what is new in each run since what the page has: `Have` of each, 1.2.3.4.5.6
+    GET  /TOKEN/api/samples, trace, log, stacks, account, timeline, settings
+                                            what a panel shows, when somebody looks at it
     POST /TOKEN/api/save?run=N              only with --control: the run saves after its step, and goes on
     POST /TOKEN/api/pause, resume           likewise: no more steps are given out, until it goes on
     POST /TOKEN/api/stop                    likewise: it saves and stops, as after Ctrl-C
@@ -18,7 +19,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ HEADERS = {
 }
 _CONTROLS = {"save": SAVE_SIGNAL, "pause": PAUSE_SIGNAL, "resume": RESUME_SIGNAL, "stop": signal.SIGTERM}
 """What a page may ask of a run -> the signal that says it to the launcher."""
-_HAVE = re.compile(r"(-?\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
+_HAVE = re.compile(r"-?\d{1,9}(?:\.\d{1,9}){5}")
+_WATCH_S = 2.0
 _MOST_ROWS = 100
 _MOST_TIMELINE_S = 3600
 _HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -72,6 +74,7 @@ class ViewServer:
                 web.get("/{token}/api/state", self._state),
                 web.get("/{token}/api/samples", self._samples),
                 web.get("/{token}/api/log", self._log),
+                web.get("/{token}/api/stacks", self._stacks),
                 web.get("/{token}/api/account", self._account),
                 web.get("/{token}/api/timeline", self._timeline),
                 web.get("/{token}/api/trace", self._trace),
@@ -79,9 +82,24 @@ class ViewServer:
                 web.get("/{token}/{asset:[A-Za-z.]*}", self._asset),
             ]
         )
+        app.cleanup_ctx.append(self._watching)
         if self._control:
             app.add_routes([web.post(f"/{{token}}/api/{{control:{'|'.join(_CONTROLS)}}}", self._signal_launcher)])
         return app
+
+    async def _watching(self, _: web.Application) -> AsyncIterator[None]:
+        """Look at the queues of live runs, whether or not a page asks: nothing else keeps their history."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.gather(*(self._ask(number, RunReader.watch_queue) for number in range(len(self._runs))))
+                await asyncio.sleep(_WATCH_S)
+
+        watcher = asyncio.create_task(watch())
+        yield
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
 
     @web.middleware
     async def _guard(
@@ -119,7 +137,7 @@ class ViewServer:
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         given = request.query.get("have", "").split(",")
-        have = [Have(*map(int, match.groups())) if (match := _HAVE.fullmatch(one)) else Have() for one in given]
+        have = [Have(*map(int, one.split("."))) if _HAVE.fullmatch(one) else Have() for one in given]
         have += [Have()] * (len(self._runs) - len(have))
 
         def state_of(number: int) -> Awaitable[Any]:
@@ -159,12 +177,20 @@ class ViewServer:
             raise web.HTTPNotFound
         return _json(tail)
 
+    async def _stacks(self, request: web.Request) -> web.StreamResponse:
+        return _json(await self._ask(self._number_of_run(request), RunReader.stacks, slow=True))
+
     async def _account(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._ask(self._number_of_run(request), RunReader.account, slow=True))
 
     async def _timeline(self, request: web.Request) -> web.StreamResponse:
-        last_s = min(_MOST_TIMELINE_S, _whole(request, "last", 60))
-        return _json(await self._ask(self._number_of_run(request), lambda run: run.timeline(last_s), slow=True))
+        last_s, stretch = min(_MOST_TIMELINE_S, _whole(request, "last", 60)), None
+        if "from_ms" in request.query:
+            start = _whole(request, "from_ms", 0) / 1000
+            stretch = start, min(max(start, _whole(request, "to_ms", 0) / 1000), start + _MOST_TIMELINE_S)
+        return _json(
+            await self._ask(self._number_of_run(request), lambda run: run.timeline(last_s, stretch), slow=True)
+        )
 
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         row = _whole(request, "row", 0)

@@ -1,6 +1,7 @@
 """The page of `asyncflow view` and report.html in a real browser: Chromium without a window, driven by Playwright."""
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -18,8 +19,10 @@ import pytest
 from aiohttp import web
 
 from asyncflow.clock import HostClock
+from asyncflow.job import GangSpec
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL
 from asyncflow.run_files import JOB_FILE
+from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus
 from launcher.run.supervisor import RestartLog
 from launcher.view.report_page import write_report
@@ -191,6 +194,52 @@ def test_a_row_is_followed(run_dir: Path, page: Any) -> None:
         expect(page.locator("article.sample details pre").first).to_contain_text("trained in step 1")
 
 
+def timeline_says(page: Any, share: float, y: int, text: str) -> None:
+    """Point at a share of the stretch that the timeline was asked for, and wait for what it says."""
+    box = page.get_by_label("timeline", exact=True).bounding_box()
+    page.mouse.move(box["x"] + 110 + (0.1 + share) / 1.2 * (box["width"] - 110), box["y"] + y)
+    expect(page.locator(".panel:has(canvas.spans) .hover")).to_contain_text(text)
+
+
+def test_a_row_is_followed_on_the_timeline(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    for folder in ("trace", "timeline"):
+        (run_dir / folder).mkdir()
+    append(run_dir / "metrics.jsonl", {"step": 2, "lineage": 0, "time_s": 9.5})
+    lease = {"task": "actor_rollout", "token": 1, "step": 2, "rows": [0], "lineage": 0, "to": "rollout-0/0@0.abc"}
+    append(run_dir / "trace" / "leases-controller-0.jsonl", lease | {"time_s": 3.0})
+    append(run_dir / "trace" / "leases-controller-0.jsonl", lease | {"time_s": 6.0, "token": 2, "to": EVIL})
+    line = {"step": 2, "group": 1, "lineage": 0, "indices": [0], "versions": [0, 0], "time_s": 9.0}
+    append(run_dir / "ledger.jsonl", line | {"admitted_step": 1, "epoch": 0, "staleness": 0})
+    spans = (("actor-0", "publish weights", 1009.25), ("rollout-0-0", "generate", 1003.25), ("ref-0-0", "old", 5000.0))
+    for process, name, start in spans:
+        span = {"name": name, "start": start, "end": start + 0.25, "step": 2}
+        append(run_dir / "timeline" / f"{process}.jsonl", span)
+    with served(run_dir) as address:
+        page.goto(address)
+        timeline = page.locator(".panel:has(canvas.spans)")
+        expect(timeline).to_contain_text("seconds before the newest span")
+        page.get_by_text("follow this row").first.click()
+        entries = page.locator("article.sample").first.locator(".moments button")
+        expect(entries).to_have_count(5)
+        expect(entries.nth(1)).to_have_text("1: +0.000 s actor_rollout: leased to rollout-0/0@0.abc")
+        expect(entries.nth(3)).to_have_text("3: +6.000 s trained in step 2")
+        entries.nth(0).click()
+        expect(timeline).to_contain_text("row 0, seconds since moment 1")
+        expect(page.get_by_label("timeline", exact=True)).to_be_in_viewport()
+        # Of the row's 6.5 s; there is a tenth as much room on both sides.
+        timeline_says(page, 0, 30, "row 0, 1: actor_rollout: leased to rollout-0/0@0.abc")
+        timeline_says(page, 6 / 6.5, 30, "row 0, 3: trained in step 2")
+        timeline_says(page, 0.4 / 6.5, 8, "rollout-0-0: generate 0.25 s (step 2)")
+        entries.nth(1).click()  # the three seconds until the second lease
+        expect(timeline).to_contain_text("row 0 from moment 1, seconds since moment 1")
+        timeline_says(page, 0.45 / 3, 8, "rollout-0-0: generate 0.25 s (step 2)")
+        timeline_says(page, 1, 8, "row 0, 2: actor_rollout: leased to </script>")
+        page.get_by_role("button", name="the newest again").click()
+        expect(timeline).to_contain_text("seconds before the newest span")
+        assert page.locator("img").count() == 0
+
+
 @contextmanager
 def launched(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Give a run a launcher of this host: a process that waits until it is killed."""
@@ -267,6 +316,58 @@ def test_what_a_run_says_is_text(run_dir: Path, page: Any) -> None:
             assert page.title() != "owned"
             said = page.locator("body").inner_text()
             assert "onerror" in said and "\u202e" not in said and "\x1b" not in said
+
+
+def fail(run_dir: Path, said: str) -> None:
+    """Write what the actor's first rank leaves when an exception ends it."""
+    (run_dir / "logs" / "actor").mkdir()
+    (run_dir / "logs" / "actor" / "0.error.json").write_text("{}")
+    (run_dir / "logs" / "actor" / "0.log").write_text(
+        f'Traceback (most recent call last):\n  File "a.py", line 7, in train\nValueError: {said}\n'
+    )
+
+
+def test_a_failure_has_its_stack_closed_until_somebody_wants_it(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 1)
+    fail(run_dir, EVIL)
+    RunEnd(run_dir, ["failed (step 1): actor rank 0 failed: ValueError"], 1, 0.0).write()
+    report = write_report(run_dir).as_uri()
+    with served(run_dir) as live:
+        for url in (live, report):
+            page.goto(url)
+            stack = page.locator("section:has(#failures) details.failure")
+            expect(stack.locator("summary")).to_contain_text("stack of actor/0: ValueError: </script>")
+            expect(stack.locator("pre")).to_be_hidden()
+            stack.locator("summary").click()
+            expect(stack.locator("pre")).to_contain_text('File "a.py", line 7, in train')
+            assert page.locator("img").count() == 0 and "\u202e" not in page.locator("body").inner_text()
+
+
+def test_a_process_that_was_started_again_leads_to_its_stack(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts = RestartLog()
+    status = RunStatus(
+        run_dir,
+        1.0,
+        (GangSpec("actor", "actor", 0, 1, ("cpu",)),),
+        {("actor", 0): Status("training")},
+        restarts=restarts,
+    )
+    monkeypatch.setattr(RunStatus, "read", lambda path: status)
+    with launched(run_dir), served(run_dir) as address:
+        page.goto(address)
+        page.get_by_text("every process", exact=True).click()
+        expect(page.locator("#page")).to_contain_text("Nothing failed.")
+        fail(run_dir, "no row")
+        restarts.started_again("actor")
+        restarts.record_failure("actor rank 0 failed: ValueError: no row")
+        page.get_by_role("button", name="stack").click()
+        stack = page.locator("details.failure")
+        expect(stack.locator("pre")).to_contain_text("in train")
+        add_steps(run_dir, 1, 2)
+        expect(page.locator("header")).to_contain_text("step 2")
+        expect(stack.locator("pre")).to_be_visible()
 
 
 def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path, run_dir: Path, page: Any) -> None:
@@ -366,6 +467,34 @@ def test_what_is_selected_of_a_live_run_stays_selected(
         add_steps(run_dir, 1, 2)
         expect(page.locator("header")).to_contain_text("step 2")
         assert "out of memory" in page.evaluate("getSelection().toString()")
+
+
+def test_the_depth_of_the_queue_is_a_curve_over_the_time_that_it_is_watched(
+    run_dir: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_steps(run_dir, 1, 1)
+    room = {"live_rows": 8, "row_limit": 0, "live_bytes": 0, "waiting_puts": 0, "lost_rows": 0}
+    counts = {"controller": "controller-0", "waiting": 0, "leased": 0, "acked": 0, "rows_per_s": 0.0}
+    seconds = itertools.count()
+
+    def read(path: Path) -> RunStatus:
+        second = next(seconds)
+        tasks = [counts | {"task": "actor", "ready": 4}, counts | {"task": "ref", "ready": min(second, 3)}]
+        return RunStatus(path, 1_800_000_000.0 + second, (), {}, [room | {"tasks": tasks}])
+
+    monkeypatch.setattr(RunStatus, "read", read)
+    with launched(run_dir), served(run_dir) as address:
+        page.goto(address)
+        depths = panel(page, "Queue depth")
+        expect(depths.locator(".hover")).to_have_text("newestactor 4ref 3")
+        assert curve_is_drawn(page, "Queue depth")
+        expect(depths).to_contain_text("Watched since ")
+        add_steps(run_dir, 2, 2)
+        expect(page.locator("header")).to_contain_text("step 2")
+        assert page.evaluate("page.runs[0].depths.times.every((time, place, all) => !place || time > all[place - 1])")
+    report = write_report(run_dir).as_uri()
+    page.goto(report)
+    expect(depths).to_be_hidden()
 
 
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:

@@ -57,6 +57,8 @@ const SECTIONS = [
     { title: "Time of a step", unit: "s", figures: ["step_time_s"], plan: "step_s", says: "Compare it with the plan, if there is one." },
     { title: "Idle", unit: "share of the time, by role", figures: ["idle_fraction/"],
       says: "The role that is idle least is the bottleneck. Give it devices of the one that is idle most." },
+    { title: "Queue depth", unit: "rows ready, by task", depths: true,
+      says: "How many rows wait for a task's workers. Few is good; a task whose rows grow is slower than those before it." },
     { title: "Wait for the first rows", unit: "s", figures: ["first_micro_batch_wait_s"],
       says: "How long the trainer waits for data. Large: generation is the bottleneck." },
     { title: "Stalls", unit: "s", figures: ["sync_exposed_s", "checkpoint_stall_s"],
@@ -145,8 +147,9 @@ function liveSource() {
     samples: (run, query) => ask("samples", { run, ...query }),
     logs: async (run) => (await ask("log", { run })).logs,
     log: (run, log, from) => ask("log", from === null ? { run, log } : { run, log, from }),
+    stacks: (run) => ask("stacks", { run }),
     account: (run) => ask("account", { run }),
-    timeline: (run, last) => ask("timeline", { run, last }),
+    timeline: (run, stretch) => ask("timeline", { run, ...stretch }),
     trace: (run, row) => ask("trace", { run, row }),
     settings: () => ask("settings"),
     control: (what, run) => fetch(`api/${what}?run=${run}`, { method: "POST", headers: { "X-AsyncFlow": "control" } }),
@@ -176,6 +179,7 @@ function frozenSource(data) {
     },
     logs: async () => Object.keys(data.logs),
     log: async (run, log) => ({ text: data.logs[log], position: 0, follows: false }),
+    stacks: async () => data.stacks,
     account: async () => data.account,
     timeline: async () => data.timeline,
     settings: async () => data.settings,
@@ -184,25 +188,37 @@ function frozenSource(data) {
 
 // The runs
 
+/** Replace what points have from a place on. */
+function extend(xs, columns, from, newXs, newColumns) {
+  xs.length = Math.min(xs.length, from);
+  xs.push(...newXs);
+  for (const [name, values] of Object.entries(newColumns)) {
+    const column = columns[name] = columns[name] || [];
+    while (column.length < from) column.push(null);
+    column.length = from;
+    column.push(...values);
+  }
+}
+
 class Run {
   constructor() {
     this.generation = -1; this.stride = 0; this.steps = []; this.values = {}; this.evaluations = []; this.now = {};
+    this.depths = { stride: 0, times: [], values: {} };
   }
 
-  have() { return [this.generation, this.stride, this.steps.length, this.evaluations.length].join("."); }
+  have() {
+    return [this.generation, this.stride, this.steps.length, this.evaluations.length, this.depths.stride, this.depths.times.length].join(".");
+  }
 
   take(state) {
     const news = state.curves;
     if (news.generation !== this.generation || news.stride !== this.stride) { this.steps = []; this.values = {}; }
     this.generation = news.generation; this.stride = news.stride;
-    this.steps.length = Math.min(this.steps.length, news.from);
-    this.steps.push(...news.steps);
-    for (const [name, values] of Object.entries(news.values)) {
-      const column = this.values[name] = this.values[name] || [];
-      while (column.length < news.from) column.push(null);
-      column.length = news.from;
-      column.push(...values);
-    }
+    extend(this.steps, this.values, news.from, news.steps, news.values);
+    const queue = state.queue_depths;
+    if (queue.stride !== this.depths.stride) this.depths = { times: [], values: {} };
+    this.depths.stride = queue.stride; this.depths.since = queue.since;
+    extend(this.depths.times, this.depths.values, queue.from, queue.times, queue.values);
     if (state.evaluations !== null) this.evaluations = state.evaluations;
     this.now = state;
   }
@@ -228,16 +244,17 @@ function roomFor(plot, low, high) {
 
 // A panel with curves
 
-const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null };
+const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null, stacks: new Map(), timeline: null };
 
 class Panel {
   constructor(spec) {
     this.spec = spec;
     this.hover = el("div", { class: "hover" });
     this.box = el("div", { class: "plot" });
+    this.says = spec.says ? el("p", null, spec.says) : null;
     this.node = el("section", { class: "panel" },
       el("h3", null, spec.title + " ", el("span", { class: "unit" }, spec.unit || "")),
-      this.box, this.hover, spec.says ? el("p", null, spec.says) : null);
+      this.box, this.hover, this.says);
     this.plot = null; this.signature = "";
     new ResizeObserver(() => {
       if (this.plot && this.box.clientWidth) this.plot.setSize({ width: this.box.clientWidth, height: 190 });
@@ -265,6 +282,11 @@ class Panel {
         if (bars.length) add(run.now.name, bars.map((bar) => bar[0]), bars.map((bar) => bar[1]), 0, { bars: true });
         return;
       }
+      if (this.spec.depths) {
+        const { times, values } = run.depths, tasks = Object.keys(values).sort();
+        tasks.forEach((task, number) => add(task, times, values[task], number, {}));
+        return;
+      }
       const figures = wanted(this.spec.figures || [], Object.keys(run.values));
       this.single = figures.length < 2;
       figures.forEach((name, number) => {
@@ -290,6 +312,7 @@ class Panel {
   update() {
     const curves = this.curves();
     this.node.hidden = curves.length === 0;
+    if (this.spec.depths) this.says.textContent = this.spec.says + this.watched();
     if (!curves.length || !this.box.clientWidth) return;
     const series = [{}], tables = [], bands = [];
     for (const curve of curves) {
@@ -324,18 +347,25 @@ class Panel {
     this.tell(null);
   }
 
+  /** Say since when the queue is watched. */
+  watched() {
+    const since = Math.min(...page.runs.map((run) => run.depths.since || Infinity));
+    return Number.isFinite(since) ? ` Watched since ${new Date(1000 * since).toLocaleString()} by \`asyncflow view\`; the run keeps no history of it.` : "";
+  }
+
   options(series, bands, bars, whole) {
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--quiet").trim(), line = style.getPropertyValue("--line").trim();
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui" };
-    const values = (plot, splits) => splits.map((value) => number(value));
+    const values = (plot, splits) => splits.map((value) => number(value)), time = Boolean(this.spec.depths);
+    const clock = { ...axis, size: 48 }, steps = { ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined,
+      labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values };
     return {
       width: this.box.clientWidth, height: 190, series, bands, legend: { show: false },
-      scales: { x: { time: false, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
+      scales: { x: { time, range: bars ? (plot, low, high) => { const pad = whole || low === high ? Math.max(0.5, (high - low) * 0.03) : (high - low) * 0.08;
         return [low - pad, high + pad]; } : undefined }, y: { range: bars ? (plot, low, high) => [0, high || 1] : roomFor } },
-      axes: [{ ...axis, label: this.spec.x || "step", incrs: whole || !bars ? WHOLE_STEPS : undefined, labelSize: 16, labelGap: 3, labelFont: "11px system-ui", size: 24, values },
-        { ...axis, size: 56, values }],
-      cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: "step" }, drag: { x: true, y: false } },
+      axes: [time ? clock : steps, { ...axis, size: 56, values }],
+      cursor: bars ? { drag: { x: false, y: false } } : { sync: { key: time ? "time" : "step" }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
     };
   }
@@ -357,7 +387,7 @@ class Panel {
     });
     const place = inside ? data[0][index] : null;
     const prefix = series.some((one) => one.curve && one.curve.bars) ? (inside ? number(place) + ": " : "point at a bar")
-      : inside ? "step " + place : "newest";
+      : !inside ? "newest" : this.spec.depths ? new Date(1000 * place).toLocaleTimeString() : "step " + place;
     this.hover.replaceChildren(prefix, ...parts);
   }
 }
@@ -429,12 +459,24 @@ function sampleNode(row) {
 /** Where the row was: its worker, leases and training, as `asyncflow trace` says it. */
 function followed(row) {
   if (page.source.frozen || !Number.isInteger(row.index) || !String(row.file || "").startsWith("rollout")) return null;
-  const said = el("pre", null, "reading ...");
+  const said = el("pre", null, "reading ..."), moments = el("div", { class: "moments" });
   return el("details", { ontoggle: async (event) => {
     if (!event.target.open) return;
-    try { const found = await page.source.trace(page.current, row.index); said.textContent = shown(found.text || found.why); }
-    catch (error) { said.textContent = "no answer: " + error.message; }
-  } }, el("summary", null, "follow this row"), said);
+    try {
+      const found = await page.source.trace(page.current, row.index);
+      said.textContent = shown(found.text || found.why);
+      fill(moments, momentButtons(row.index, found.moments || []));
+    } catch (error) { said.textContent = "no answer: " + error.message; }
+  } }, el("summary", null, "follow this row"), said, moments);
+}
+
+/** Buttons that show a row's moments on the timeline: all of them, or one with the stretch until the next. */
+function momentButtons(row, moments) {
+  if (!moments.length) return [];
+  const button = (text, from, to, chosen) => el("button", { class: "link", onclick: () => page.timeline.follow({ row, moments, from, to, chosen }) }, text);
+  const first = moments[0][0], last = moments[moments.length - 1][0];
+  return [button("show it on the timeline", first, last, null), ...moments.map(([at, what], place) =>
+    button(`${place + 1}: +${(at - first).toFixed(3)} s ${what}`, at, (moments[place + 1] || [last])[0], place))];
 }
 
 function samplesPart() {
@@ -514,12 +556,13 @@ function timelinePart() {
   const LABEL = 110, ROW = 17, last = el("select", { "aria-label": "time shown" }, [[10, "10 s"], [60, "1 min"], [300, "5 min"], [3600, "1 h"]]
     .map(([value, label]) => el("option", { value }, "the last " + label)));
   const canvas = el("canvas", { class: "spans", "aria-label": "timeline" }), told = el("div", { class: "hover" }), why = el("p", { class: "note" });
-  let known = null, view = null, dragged = null;
+  const unit = el("span", { class: "unit" }), newest = el("button", { onclick: () => { row = null; known = null; show(); } }, "the newest again");
+  let known = null, view = null, dragged = null, row = null;  // row: what is followed, and on which run
   const xOf = (time) => LABEL + (time - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - LABEL);
   const timeOf = (x) => view[0] + (x - LABEL) / (canvas.clientWidth - LABEL) * (view[1] - view[0]);
   function draw() {
     if (!known || !canvas.clientWidth) return;
-    const scale = window.devicePixelRatio || 1, height = ROW * known.processes.length + 16, shades = shadesOf(known.categories);
+    const scale = window.devicePixelRatio || 1, height = ROW * known.processes.length + (row ? 30 : 16), shades = shadesOf(known.categories);
     canvas.style.height = height + "px"; canvas.width = canvas.clientWidth * scale; canvas.height = height * scale;
     const pen = canvas.getContext("2d"), quiet = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
     pen.scale(scale, scale); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
@@ -532,13 +575,40 @@ function timelinePart() {
       pen.fillStyle = quiet; pen.fillText(shown(process.name), 0, place * ROW + ROW / 2, LABEL - 6);
     });
     pen.fillStyle = quiet;
-    for (const share of [0, 0.25, 0.5, 0.75]) pen.fillText(number(timeOf(LABEL + share * (canvas.clientWidth - LABEL)) - known.end) + " s",
+    for (const share of [0, 0.25, 0.5, 0.75]) pen.fillText(number(timeOf(LABEL + share * (canvas.clientWidth - LABEL)) - (row ? row.moments[0][0] - known.origin : known.end)) + " s",
       LABEL + share * (canvas.clientWidth - LABEL), height - 7);
+    if (row) drawMoments(pen, height);
+  }
+  /** A line at each moment of the row, with its number, and a dot where it happened. */
+  function drawMoments(pen, height) {
+    row.moments.forEach(([at, , name], place) => {
+      const x = xOf(at - known.origin), line = known.processes.findIndex((process) => process.name === name);
+      if (x < LABEL || x > canvas.clientWidth) return;
+      pen.fillStyle = "#c23b3b";
+      pen.fillRect(x - (place === row.chosen ? 1 : 0.5), 0, place === row.chosen ? 2 : 1, height - 28);
+      pen.fillText(String(place + 1), Math.min(x - 3, canvas.clientWidth - 14), height - 21);
+      if (line < 0) return;
+      pen.beginPath(); pen.arc(x, line * ROW + ROW / 2, 4, 0, 2 * Math.PI); pen.fill();
+    });
+  }
+  function momentsAt(x) {
+    return row ? row.moments.map(([at, what], place) => [Math.abs(xOf(at - known.origin) - x), `${place + 1}: ${what}`])
+      .filter(([far]) => far < 5).map(([, what]) => what) : [];
+  }
+  function follow(wanted) {
+    const room = Math.max(0.02, 0.1 * (wanted.to - wanted.from));
+    row = { ...wanted, run: page.current, stretch: { from_ms: Math.floor(1000 * (wanted.from - room)), to_ms: Math.ceil(1000 * (wanted.to + room)) } };
+    known = null; told.textContent = "";
+    return show().then(() => node.scrollIntoView({ block: "center" }));
   }
   async function show() {
+    if (row && row.run !== page.current) { row = null; known = null; }
+    const mine = row;
     let found;
-    try { found = await page.source.timeline(page.current, last.value); } catch { return; }
-    if (!found) return;
+    try { found = await page.source.timeline(page.current, row ? row.stretch : { last: last.value }); } catch { return; }
+    if (!found || mine !== row) return;
+    newest.hidden = !row;
+    unit.textContent = row ? `row ${row.row}${row.chosen === null ? "" : ` from moment ${row.chosen + 1}`}, seconds since moment 1` : "seconds before the newest span";
     why.textContent = found.why || ""; canvas.hidden = Boolean(found.why);
     node.hidden = canvas.hidden && !page.runs[page.current].now.step;
     if (found.why) return;
@@ -566,15 +636,18 @@ function timelinePart() {
     }
     const process = known.processes[Math.floor(event.offsetY / ROW)], at = timeOf(event.offsetX);
     const spans = process && event.offsetX >= LABEL ? process.spans.filter(([start, length]) => start <= at && at <= start + length) : [];
-    told.textContent = spans.length ? shown(process.name + ": " + spans.map(([, length, name, , more]) =>
+    const moments = momentsAt(event.offsetX);
+    told.textContent = moments.length ? shown(`row ${row.row}, ` + moments.join("; ")) : spans.length ? shown(process.name + ": " + spans.map(([, length, name, , more]) =>
       `${name} ${number(length)} s${more ? " (" + more + ")" : ""}`).join(" in ")) : "";
   });
-  last.addEventListener("change", () => { known = null; show(); });
+  last.addEventListener("change", () => { row = null; known = null; show(); });
   new ResizeObserver(draw).observe(canvas);
-  const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", el("span", { class: "unit" }, "seconds before the newest span")),
-    page.source.frozen ? null : el("div", { class: "controls" }, last), why, canvas, told,
-    el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. `asyncflow timeline` draws the whole run."));
-  return { node, show, showNewest: () => {
+  const node = el("section", { class: "panel wide" }, el("h3", null, "Timeline ", unit),
+    page.source.frozen ? null : el("div", { class: "controls" }, last, newest), why, canvas, told,
+    el("p", null, "Colours as above. The wheel zooms, dragging moves, a double click shows everything. "
+      + (page.source.frozen ? "" : "Rollouts below can be followed through it. ") + "`asyncflow timeline` draws the whole run."));
+  return { node, show, follow, showNewest: () => {
+    if (row && row.run === page.current) return;
     const { top, bottom } = node.getBoundingClientRect();
     if (node.hidden || (dragged === null && bottom > 0 && top < window.innerHeight)) return show();
   } };
@@ -616,6 +689,12 @@ function planNode(run) {
     el("p", null, "Means of the last ten points. A ratio far from 1: measure the model with `asyncflow profile`, and plan again."));
 }
 
+/** Opens the stack of a process that was started again. */
+function stackLink({ log, restarts }) {
+  const stack = page.stacks.get(log);
+  return restarts && stack ? el("button", { class: "link", onclick: () => { stack.open = true; stack.scrollIntoView(); } }, "stack") : null;
+}
+
 function nowNode(run) {
   const live = run.now.live;
   if (!live) return null;
@@ -625,7 +704,7 @@ function nowNode(run) {
   parts.push(el("details", null, el("summary", null, "every process"), table(
     ["process", "state", "step", "weights", "no progress for", "restarts", "rollouts under way"],
     live.ranks.map((rank) => [rank.name, rank.state + (rank.detail ? " " + rank.detail : ""), rank.step,
-      rank.version === null ? "" : "v" + rank.version, duration(rank.idle_s), rank.restarts,
+      rank.version === null ? "" : "v" + rank.version, duration(rank.idle_s), [rank.restarts, stackLink(rank)],
       rank.rollouts.live === undefined ? "" : number(rank.rollouts.live)]))));
   if (live.queue.length) {
     const room = live.room[0];
@@ -652,6 +731,27 @@ function failuresNode(run) {
   if (state.end) parts.push(el("pre", null, state.end.lines.join("\n")));
   if (!parts.length) parts.push(el("p", { class: "note" }, "Nothing failed."));
   return parts;
+}
+
+/** The newest stack in the log of each process that failed, asked for when a failure is new. */
+function stacksPart() {
+  const node = el("div");
+  let known = "";
+  async function update(run) {
+    const { state, live, end } = run.now, { gangs, restores, last_error_at: at } = (live || end || {}).restarts || {};
+    const failed = ["failed", "killed"].includes(state) || at, mine = JSON.stringify([page.current, state, gangs, restores, at]);
+    if (mine === known || (state === "running" && !live)) return;
+    known = mine;
+    let found = { stacks: [] };
+    try { if (failed) found = await page.source.stacks(page.current); } catch { if (mine === known) known = ""; return; }
+    if (mine !== known) return;  // a later failure is being asked for
+    const open = new Set([...page.stacks].filter(([, one]) => one.open).map(([log]) => log));
+    page.stacks = new Map(found.stacks.map(({ log, what, after, text }) => [log, el("details", { class: "failure", open: open.has(log) ? "" : null },
+      el("summary", null, `stack of ${log}: ${what}` + (after ? ` (after ${after.replace("T", " ")})` : "")), el("pre", null, text))]));
+    fill(node, [...page.stacks.values()], page.stacks.size ? el("p", { class: "note" }, "The newest stack in the log of each process that failed, or whose role "
+      + "was started again. A process that was killed, e.g. for want of memory, leaves none; a stack in its log is then an older one.") : null);
+  }
+  return { node, update };
 }
 
 async function showSettings(node) {
@@ -754,17 +854,20 @@ function build(root) {
   });
   const speed = sections.find((section) => section.extra).extra, account = el("div", null), plan = el("div", { class: "wide" }), now = el("div"), failures = el("div"), settings = el("div");
   const accountPanel = el("section", { class: "panel wide" }, el("h3", null, "Where the time went"), account);
-  const samples = samplesPart(), logs = logsPart(), timeline = timelinePart();
+  const samples = samplesPart(), stacks = stacksPart(), logs = logsPart(), timeline = timelinePart();
+  page.timeline = timeline;
   fill(speed, accountPanel, timeline.node, plan);
   const others = el("div", { class: "grid" }), drawn = new Set(SECTIONS.flatMap((section) => section.panels.flatMap((panel) => panel.figures || [])));
   const known = new Map();
-  const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure (docs/metrics.md says what each means)"), others);
+  const rest = el("details", { ontoggle: () => rest.open && updatePanels() }, el("summary", null, "every other figure"),
+    el("p", { class: "note" }, "No range of these is right for every run: good is a curve that is steady, or that moves as the panels above explain. "
+      + "One that jumps at the step where reward, KL or entropy turn says why. docs/metrics.md has the meaning and the unit of each."), others);
   fill(root, head, top, sections.map((section) => section.node), now, samples.node,
-    el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, logs.node),
+    el("section", null, el("h2", { id: "failures" }, "What failed?"), failures, stacks.node, logs.node),
     el("section", null, el("h2", { id: "settings" }, "Settings"), settings), el("section", null, el("h2", null, "The rest"), rest));
 
   async function details() {
-    samples.show(); logs.show();
+    samples.show(); logs.show(); stacks.update(page.runs[page.current]);
     await showTimes(timeline.show);
   }
   async function showTimes(showTimeline) {
@@ -820,6 +923,7 @@ function build(root) {
     now.querySelectorAll("details").forEach((one, place) => { one.open = Boolean(open[place]); });
     refill(plan, planNode(run));
     refill(failures, failuresNode(run));
+    stacks.update(run);
     logs.update();
     if (first && run.now.end && !run.now.step) logs.open();
     const states = page.runs.map((one) => one.now.state).join();

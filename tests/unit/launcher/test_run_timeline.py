@@ -16,7 +16,9 @@ from launcher.timeline.run_timeline import (
     account,
     account_text,
     chrome_trace,
+    end_of_step,
     recording_text,
+    spans_between,
 )
 
 SPANS = {
@@ -182,3 +184,34 @@ def test_command_refuses_what_is_no_run(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["timeline", str(tmp_path)])
     assert refused.exit_code == 2
     assert "has no timeline" in refused.output
+
+
+def test_a_stretch_is_found_in_the_middle_of_a_long_file(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    spans = [{"name": f"n{k}", "start": k / 10, "end": k / 10 + 0.05, "note": "x" * (k % 50)} for k in range(20_000)]
+    spans.insert(10_000, {"name": "long", "start": 3.0, "end": 1000.0})
+    spans.insert(10_000, {"name": "copy weights", "start": 999.0, "end": 1000.0})
+    lines = [json.dumps(one) for one in spans]
+    lines.insert(5_000, '{"torn')
+    (tmp_path / "timeline" / "actor-0.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "timeline" / "storage-0-0.jsonl").write_text('{"process": "storage-0-0", "spans": 0, "cpu_s": 1.0}\n')
+
+    def names(start: float, end: float) -> list[str]:
+        return [span.name for span in spans_between(tmp_path, start, end).get("actor-0", [])]
+
+    assert names(500.0, 500.2) == ["long", "n5000", "n5001", "n5002"]
+    assert names(0.0, 0.1) == ["n0", "n1"] and names(-5.0, -1.0) == [] and names(3000.0, 3001.0) == []
+    assert names(1999.86, 2001.0) == ["n19999"]
+    assert len(names(0.0, 2000.0)) < 20_000, "a long one is cut"
+
+
+def test_the_end_of_a_step_is_that_of_the_last_time_that_it_was_trained(tmp_path: Path) -> None:
+    assert end_of_step(tmp_path, 1) is None
+    (tmp_path / "timeline").mkdir()
+    lines = [{"name": "publish weights", "start": at, "end": at + 1.0, "step": step} for at, step in
+             ((1.0, 1), (2.0, 2), (9.0, 1), (10.0, 2))]  # fmt: skip
+    text = "".join(
+        f"{json.dumps(line)}\n" for line in [*lines, {"name": "optimizer", "start": 20, "end": 21, "step": 1}]
+    )
+    (tmp_path / "timeline" / "actor-0.jsonl").write_text(text)
+    assert (end_of_step(tmp_path, 1), end_of_step(tmp_path, 3)) == (10.0, None)

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,9 +20,14 @@ from click.testing import CliRunner
 
 import launcher.view.report_page
 from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
 from asyncflow.process import PAUSE_SIGNAL, RESUME_SIGNAL, SAVE_SIGNAL
 from launcher.cli.commands import main
+from launcher.process.progress import Status
 from launcher.run.status import RunEnd, RunStatus
+from launcher.run.supervisor import RestartLog
+from launcher.view.failure_stack import FailureStack
+from launcher.view.queue_depths import QueueDepths
 from launcher.view.report_page import script_json, write_report
 from launcher.view.run_reader import MOST_POINTS, Have, RunReader
 from tests.support.logged_runs import add_steps, append, go_back, make_run
@@ -133,6 +140,52 @@ def test_the_timeline_has_the_last_seconds_of_every_process(run_dir: Path) -> No
     assert ref["spans"][0][:2] == [0.0, 0.0], "it ended as the window began"
 
 
+def follow_a_row(run_dir: Path) -> None:
+    """Write what a run leaves of row 7, which step 2 trained after a resume: its clock began at 1000 s (unix time)."""
+    for folder in ("trace", "timeline"):
+        (run_dir / folder).mkdir()
+    for step, lineage, time_s in ((1, 0, 50.0), (2, 1, 9.5)):
+        append(run_dir / "metrics.jsonl", {"step": step, "lineage": lineage, "reward_mean": 0.5, "time_s": time_s})
+        span = {"name": "publish weights", "start": 900.0, "end": 50.0 if step == 1 else 1009.5, "step": step}
+        append(run_dir / "timeline" / "actor-0.jsonl", span | {"start": span["end"] - 0.25})  # type: ignore[operator]
+    leases = run_dir / "trace" / "leases-controller-0.jsonl"
+    lease = {"task": "actor_rollout", "token": 1, "step": 2, "rows": [7], "to": "rollout-1/0@0.abc", "time_s": 40.0}
+    append(leases, lease | {"lineage": 0})
+    append(leases, lease | {"lineage": 1, "time_s": 3.0})
+    append(leases, {"task": "actor_rollout", "token": 1, "rows": [7], "ended": "released", "lineage": 1, "time_s": 4.0})
+    append(leases, lease | {"lineage": 1, "time_s": 4.5, "token": 2, "to": "rollout-0/0@0.abc"})
+    line = {"step": 2, "group": 1, "lineage": 1, "indices": [7], "versions": [0, 0], "time_s": 9.0}
+    append(run_dir / "ledger.jsonl", line | {"admitted_step": 1, "epoch": 0, "staleness": 0})
+    for gang, start, end in (("rollout-1", 1003.0, 1004.0), ("rollout-0", 1004.5, 1008.0), ("ref-0", 1200.0, 1201.0)):
+        append(run_dir / "timeline" / f"{gang}-0.jsonl", {"name": "generate", "start": start, "end": end, "rows": 1})
+
+
+def test_a_row_has_its_moments_on_the_timeline_by_the_clock_of_the_start_that_trained_it(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    follow_a_row(run_dir)
+    sample(run_dir, 2, 8, 0.5)
+    assert run.trace(7)["moments"] == [], "its times are not known before the metrics are read"
+    run.state()
+    found = run.trace(7)
+    assert "again: the one before ended" in found["text"]
+    assert found["moments"] == [
+        [1003.0, "actor_rollout: leased to rollout-1/0@0.abc", "rollout-1-0"],
+        [1004.0, "actor_rollout: released by its consumer", ""],
+        [1004.5, "actor_rollout: leased to rollout-0/0@0.abc", "rollout-0-0"],
+        [1009.0, "trained in step 2", "actor-0"],
+        [1009.5, "the weights of step 2 exist", "actor-0"],
+    ]
+    assert run.trace(8)["moments"] == [] and "why" in run.trace(9)
+    shown = run.timeline(60.0, (1002.0, 1005.0))
+    assert (shown["origin"], shown["end"]) == (1002.0, 3.0)
+    assert [(one["name"], one["spans"][0][:2]) for one in shown["processes"]] == [
+        ("rollout-0-0", [2.5, 3.5]),
+        ("rollout-1-0", [1.0, 1.0]),
+    ]
+    assert run.timeline(60.0, (1.0, 2.0)) == {"why": "no process has a span then"}
+    assert run.timeline(60.0)["processes"][0]["name"] == "ref-0-0"
+
+
 def test_steps_that_a_run_repeats_replace_the_first_ones(run_dir: Path) -> None:
     page = Page(RunReader(run_dir, "run"))
     add_steps(run_dir, 1, 9, reward=0.25)
@@ -234,6 +287,144 @@ def test_a_log_is_followed_and_no_link_leads_out_of_the_run(run_dir: Path, tmp_p
     assert run.samples()["total"] == 0
 
 
+def test_the_history_of_a_queue_is_bounded_and_a_page_gets_only_what_is_new_of_it() -> None:
+    depths = QueueDepths(8)
+    assert depths.news(0, 0) == {"since": None, "stride": 1, "from": 0, "times": [], "values": {}}
+    for second in (0, 0, 1, 2):
+        depths.add(1000.0 + second, {"actor": 2.0 * second} | ({"ref": 5.0} if second else {}))
+    assert depths.news(1, 1) == {
+        "since": 1000.0, "stride": 1, "from": 1, "times": [1001.0, 1002.0],
+        "values": {"actor": [2.0, 4.0], "ref": [5.0, 5.0]},
+    }  # fmt: skip
+    for second in range(3, 11):
+        depths.add(1000.0 + second, {"actor": 2.0 * second})
+    assert depths.news(1, 3) == {
+        "since": 1000.0, "stride": 2, "from": 0, "times": [1001.0, 1003.0, 1005.0, 1007.0, 1009.0],
+        "values": {"actor": [1.0, 5.0, 9.0, 13.0, 17.0], "ref": [5.0, 5.0, None, None, None]},
+    }  # fmt: skip
+    for second in range(11, 1000):
+        depths.add(1000.0 + second, {"actor": 0.0})
+    found = depths.news(2, 5)
+    assert len(found["times"]) < 8 and found["times"] == sorted(found["times"])
+
+
+def test_the_server_watches_the_queue_of_a_live_run_while_no_page_asks(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {"task": "actor", "waiting": 1, "leased": 0, "acked": 0, "rows_per_s": 0.0}
+    room = {"live_rows": 8, "row_limit": 0, "live_bytes": 0, "waiting_puts": 0, "lost_rows": 0}
+    controllers = [room | {"tasks": [task | {"controller": f"controller-{k}", "ready": 3 + k}]} for k in range(2)]
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    watched = threading.Event()
+
+    def read(path: Path) -> RunStatus:
+        watched.set()
+        return RunStatus(path, 7.0, (), {}, controllers)
+
+    monkeypatch.setattr(RunStatus, "read", read)
+
+    async def question(client: Any, token: str) -> None:
+        assert await asyncio.to_thread(watched.wait, 30)
+        monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: False)
+        [run] = (await (await client.get(f"/{token}/api/state")).json())["runs"]
+        assert run["live"] is None
+        assert run["queue_depths"] == {"since": 7.0, "stride": 1, "from": 0, "times": [7.0], "values": {"actor": [7.0]}}
+
+    serve([run_dir], question)
+
+
+# Failures
+
+
+def trace_of(error: str, frame: str = "train") -> str:
+    return f'Traceback (most recent call last):\n  File "a.py", line 1, in {frame}\n    {frame}()\n{error}\n'
+
+
+LOGGED = "2026-11-27 04:20:25,880 INFO workers.rank step 3\n"
+CHAINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+GROUP = (
+    '  + Exception Group Traceback (most recent call last):\n  |   File "a.py", line 1, in main\n'
+    "  | ExceptionGroup: two (1 sub-exception)\n  +-+---------------- 1 ----------------\n"
+    "    | Traceback (most recent call last):\n    |   File \"a.py\", line 2\n    | KeyError: 'x'\n"
+)
+CRASH = (
+    'Fatal Python error: Segmentation fault\n\nThread 0x00007f1 (most recent call first):\n  File "a.py", line 1 in f\n'
+    '\nCurrent thread 0x00007f2 (most recent call first):\n  File "b.py", line 2 in g\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "stack", "what", "at_end"),
+    [
+        (trace_of("KeyError: 'x'"), trace_of("KeyError: 'x'"), "KeyError: 'x'", True),
+        (f"{trace_of('OSError: old')}{LOGGED}{trace_of('KeyError: 1')}{LOGGED}", trace_of("KeyError: 1"), "KeyError: 1",
+         False),
+        (trace_of("OSError: 1") + trace_of("OSError: 2"), trace_of("OSError: 2"), "OSError: 2", True),
+        (trace_of("A: 1") + CHAINED + trace_of("B: 2\n  more of it"), trace_of("A: 1") + CHAINED
+         + trace_of("B: 2\n  more of it"), "B: 2", True),
+        (LOGGED + GROUP, GROUP, "ExceptionGroup: two (1 sub-exception)", True),
+        (CRASH, CRASH, "Fatal Python error: Segmentation fault", True),
+        (CRASH.partition("\n\n")[2] + LOGGED, CRASH.partition("\n\n")[2], "stacks of its threads", False),
+        (json.dumps({"time": "2026-11-27T04:20:25.123Z", "error": trace_of("OSError: 1")}) + "\n",
+         trace_of("OSError: 1"), "OSError: 1", False),
+        ("x" * 300_000 + "\n" + trace_of("KeyError: 'ä'"), trace_of("KeyError: 'ä'"), "KeyError: 'ä'", True),
+    ],
+)  # fmt: skip
+def test_the_newest_stack_of_a_log_is_found(tmp_path: Path, text: str, stack: str, what: str, at_end: bool) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(text, encoding="utf-8")
+    found = FailureStack.newest(log)
+    assert found is not None and (found.text, found.what, found.at_end) == (stack.rstrip(), what, at_end)
+
+
+def test_a_stack_is_bounded_and_one_beyond_the_end_of_a_log_is_not_looked_for(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(LOGGED + trace_of("ValueError: " + "y" * 100_000 + "z"))
+    found = FailureStack.newest(log)
+    assert found is not None and len(found.text) < 12_100 and found.text.endswith("yz") and "in train" in found.text
+    assert (len(found.what), found.after) == (300, "2026-11-27 04:20:25")
+    log.write_text(trace_of("KeyError: 1") + LOGGED * 10_000)
+    assert FailureStack.newest(log) is None and FailureStack.newest(tmp_path / "none.log") is None
+
+
+def test_the_stacks_of_a_run_are_those_of_what_failed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_steps(run_dir, 1, 1)
+    for name in ("actor/0", "actor/1", "rollout/0", "rollout/1", "ref/0", "launcher"):
+        log = run_dir / "logs" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(LOGGED + trace_of(f"ValueError: {name}") + LOGGED)
+    run = RunReader(run_dir, "run")
+
+    def stacks() -> list[tuple[str, str]]:
+        return [(one["log"], one["what"]) for one in run.stacks()["stacks"]]
+
+    RunEnd(run_dir, ["done (step 1/1)"], 0, 0.0).write()
+    assert stacks() == [], "what a process logs and survives is no failure"
+    RunEnd(run_dir, ["done (step 1/1)"], 0, 0.0, RestartLog(gangs=Counter({"rollout-0": 2}))).write()
+    assert stacks() == [("rollout/0", "ValueError: rollout/0"), ("rollout/1", "ValueError: rollout/1")]
+    RunEnd(run_dir, ["failed (step 1): actor rank 1 failed"], 1, 0.0).write()
+    (run_dir / "logs" / "actor" / "1.error.json").write_text("{}")
+    with (run_dir / "logs" / "ref" / "0.log").open("a") as file:
+        file.write(CRASH)
+    assert stacks() == [("actor/1", "ValueError: actor/1"), ("ref/0", "Fatal Python error: Segmentation fault")]
+    data = json.loads(
+        next(text for _, own, text in elements(write_report(run_dir).read_text()) if own.get("id") == "data")
+    )
+    assert data["stacks"] == run.stacks()
+    monkeypatch.setattr("launcher.view.run_reader.is_live", lambda path: True)
+    gang = GangSpec("rollout-1", "rollout", 1, 2, ("cpu", "cpu"))
+    live = RunStatus(
+        run_dir,
+        1.0,
+        (gang,),
+        {("rollout-1", 1): Status("starting")},
+        restarts=RestartLog(gangs=Counter({"rollout-1": 1})),
+    )
+    monkeypatch.setattr(RunStatus, "read", lambda path: live)
+    assert [log for log, _ in stacks()] == ["actor/1", "rollout/0", "rollout/1"]
+    assert [rank["log"] for rank in run.state()["live"]["ranks"]] == ["rollout/3"]
+
+
 def test_a_configuration_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.yaml"
     secret.write_text("password: 1\n")
@@ -307,7 +498,7 @@ def serve(runs: list[Path], question: Callable[[Any, str], Awaitable[None]], **o
 
 
 ADDRESSES = ("", "view.js", "view.css", "uPlot.iife.min.js", "uPlot.min.css", "api/state", "api/samples", "api/log",
-             "api/account", "api/settings")  # fmt: skip
+             "api/stacks", "api/account", "api/settings")  # fmt: skip
 
 
 def test_nothing_answers_without_the_token_or_to_a_foreign_name(run_dir: Path) -> None:
@@ -378,7 +569,7 @@ def test_the_page_gets_several_runs_and_how_they_differ(run_dir: Path, tmp_path:
     async def question(client: Any, token: str) -> None:
         runs = (await (await client.get(f"/{token}/api/state")).json())["runs"]
         assert [(run["name"], run["step"]) for run in runs] == [("run", 3), ("other", 2)]
-        again = (await (await client.get(f"/{token}/api/state?have=0.1.3.0,junk")).json())["runs"]
+        again = (await (await client.get(f"/{token}/api/state?have=0.1.3.0.0.0,junk")).json())["runs"]
         assert [run["curves"]["steps"] for run in again] == [[3], [1, 2]]
         differences = (await (await client.get(f"/{token}/api/settings")).json())["differences"]
         assert "seed" in [key for key, _ in differences]
