@@ -64,13 +64,13 @@ def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: 
 def test_only_what_is_shown_is_read_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollouts of a long run are gigabytes."""
     read: list[bytes] = []
-    decode = report._json_object
+    decode = report.json_object
 
     def counted(line: bytes) -> dict[str, object]:
         read.append(line)
         return decode(line)
 
-    monkeypatch.setattr(report, "_json_object", counted)
+    monkeypatch.setattr(report, "json_object", counted)
     assert shown(samples_text(run_dir, steps=(1, 2), worst=0, best=1, number=4)) == [4]
     assert len(read) == 1
 
