@@ -54,6 +54,10 @@ class GangSpec:
     def parts(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.nodes))
 
+    def rank_in_role(self, rank: int) -> int:
+        """Return a rank's number among all ranks of the role, by which its log is named."""
+        return self.index * self.num_ranks + rank
+
     def ranks_on(self, node: int) -> range:
         first = sum(1 for other in self.nodes if other < node)
         return range(first, first + self.nodes.count(node))

@@ -42,11 +42,10 @@ each look:
     live_server_core_share  its processor time over the time of the run
 
 `overhead` runs the quickstart twice at once, without records of rows and without a page (`rollout.samples_per_step` 0),
-and with both, and a page that asks; each on a core of its own, which they swap each round. So whatever changes the
-machine's speed meanwhile changes it for both:
+and with both, and a page that asks; each on a core of its own, and then once more with the cores swapped. So whatever
+changes the machine's speed meanwhile changes it for both:
 
-    view_overhead       processor time of all processes of the run, with over without: mean of the rounds, two cores
-                        each
+    view_overhead       processor time of all processes of the run, with over without: mean of the rounds
     view_overhead_low, view_overhead_high   its 95 % interval (Student's t)
     kept_kb_per_step    size of samples/ and trace/ (KB)
 """
@@ -64,9 +63,10 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -111,6 +111,13 @@ def ask(address: str) -> tuple[bytes, float]:
     return data, time.monotonic() - began
 
 
+def have_of(state: Mapping[str, Any]) -> str:
+    """Return what a page says that it has after this answer, of a run without evaluations; see `Have`."""
+    curves, queue = state["curves"], state["queue_depths"]
+    points, queue_points = curves["from"] + len(curves["steps"]), queue["from"] + len(queue["times"])
+    return f"{curves['generation']}.{curves['stride']}.{points}.0.{queue['stride']}.{queue_points}"
+
+
 def measure(run_dir: Path, seconds: float, num_steps: int, draw: random.Random) -> dict[str, float]:
     began = time.monotonic()
     process = subprocess.Popen([COMMAND, "view", str(run_dir)], stdout=subprocess.PIPE, text=True)
@@ -119,22 +126,20 @@ def measure(run_dir: Path, seconds: float, num_steps: int, draw: random.Random) 
         address = process.stdout.readline().split()[1]
         first, first_s = ask(f"{address}api/state")
         start_s = time.monotonic() - began
-        curves = json.loads(first)["runs"][0]["curves"]
+        state = json.loads(first)["runs"][0]
         _, samples_s = ask(f"{address}api/samples?order=best")
         server = psutil.Process(process.pid)
         before, since = sum(server.cpu_times()[:2]), time.monotonic()
         times, sizes, memory = [], [], server.memory_info().rss
-        asked_at, step, points = since, num_steps, len(curves["steps"])
+        asked_at, step = since, num_steps
         with (run_dir / "metrics.jsonl").open("a", buffering=1) as metrics:
             while time.monotonic() - since < seconds:
                 step += 1
                 metrics.write(step_line(step, draw))
                 if time.monotonic() - asked_at >= POLL_S:
                     asked_at = time.monotonic()
-                    have = f"{curves['generation']}.{curves['stride']}.{points}.0.0.0"
-                    news, took_s = ask(f"{address}api/state?have={have}")
-                    curves = json.loads(news)["runs"][0]["curves"]
-                    points = curves["from"] + len(curves["steps"])
+                    news, took_s = ask(f"{address}api/state?have={have_of(state)}")
+                    state = json.loads(news)["runs"][0]
                     times.append(took_s)
                     sizes.append(len(news))
                     memory = max(memory, server.memory_info().rss)
@@ -289,12 +294,12 @@ def measure_trace(run_dir: Path, num_rows: int, draw: random.Random) -> dict[str
 
 
 def run_once(
-    run_dir: Path, num_steps: int, *, looked_at: bool, cores: Sequence[int] = ()
+    run_dir: Path, num_steps: int, *, looked_at: bool, core: int | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Run the quickstart, on `cores` if given; return the processor time of all its processes (s), and what its page
-    cost."""
-    if cores:
-        os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
+    """Run the quickstart, on one core if it is given; return the processor time of all its processes (s), and what its
+    page cost."""
+    if core is not None:
+        os.sched_setaffinity(0, [core])  # of this thread, and of what it starts
     options = ["--run-dir", str(run_dir), "--steps", str(num_steps), "--quiet", "--set", "checkpoint.export_hf=false"]
     kept = [] if looked_at else ["--set", "rollout.samples_per_step=0"]
     launcher = subprocess.Popen([COMMAND.with_name("asyncflow-launch"), *options, *kept], stdout=subprocess.DEVNULL)
@@ -325,9 +330,7 @@ def look(run_dir: Path, ended: threading.Event, cost: dict[str, float]) -> None:
         server, began, memory, polls, have = psutil.Process(process.pid), time.monotonic(), 0, 0, ""
         before = sum(server.cpu_times()[:2])
         while not ended.wait(POLL_S):
-            state = json.loads(ask(f"{address}api/state?have={have}")[0])["runs"][0]
-            curves = state["curves"]
-            have = f"{curves['generation']}.{curves['stride']}.{curves['from'] + len(curves['steps'])}.0.0.0"
+            have = have_of(json.loads(ask(f"{address}api/state?have={have}")[0])["runs"][0])
             if polls % 5 == 0:
                 ask(f"{address}api/timeline?last=60")
             if polls % 15 == 0:
@@ -349,19 +352,15 @@ def measure_overhead(directory: Path, rounds: int, num_steps: int) -> dict[str, 
     ratios, kept = [], 0.0
     for number in range(rounds):
         of_cores = []
-        for swapped in (False, True):
-            run_dirs = {looked_at: directory / f"run-{number}-{swapped}-{looked_at}" for looked_at in (False, True)}
-            with ThreadPoolExecutor(len(run_dirs)) as pool:
-                runs = {
-                    looked_at: pool.submit(
-                        run_once, run_dir, num_steps, looked_at=looked_at, cores=[cores[looked_at != swapped]]
-                    )
-                    for looked_at, run_dir in run_dirs.items()
-                }
-            seconds = {looked_at: run.result()[0] for looked_at, run in runs.items()}
-            of_cores.append(seconds[True] / seconds[False])
-            say(f"round {number + 1}: {seconds[False]:.1f} s without, {seconds[True]:.1f} s with")
-            files = [path for name in ("samples", "trace") for path in (run_dirs[True] / name).iterdir()]
+        for core, other in (cores, cores[::-1]):
+            without, looked_at = (directory / f"{name}-{number}-{core}" for name in ("without", "looked-at"))
+            with ThreadPoolExecutor(2) as pool:
+                one = pool.submit(run_once, without, num_steps, looked_at=False, core=core)
+                two = pool.submit(run_once, looked_at, num_steps, looked_at=True, core=other)
+            without_s, with_s = one.result()[0], two.result()[0]
+            of_cores.append(with_s / without_s)
+            say(f"round {number + 1}: {without_s:.1f} s without, {with_s:.1f} s with")
+            files = [path for name in ("samples", "trace") for path in (looked_at / name).iterdir()]
             kept = sum(path.stat().st_size for path in files) / num_steps / 1e3
         ratios.append(statistics.geometric_mean(of_cores))
     overhead = mean_of(ratios)

@@ -664,7 +664,7 @@ class Planner:
         if self.costs is None or self.costs.device.shared_by:
             return None
         limit_gb = self.costs.device.memory_gb
-        # The catalogue has accelerators of vendors whose processes share device memory, if there are several.
+        # The catalogue has accelerators of vendors whose processes share device memory; one process needs no copy.
         roles = device_memory(config, self.costs.model, limit_gb, has_ipc=not self.costs.hands_over)
         return limit_gb - max((sum(parts.values()) / 1e9 for parts in roles.values()), default=0.0)
 

@@ -320,7 +320,7 @@ class RankFiles:
         self._error_file(rank).unlink(missing_ok=True)  # an earlier attempt's error must not count for this one
         number, ranks = str(rank), str(self.gang.num_ranks)
         return {
-            LOG_VARIABLE: str(self._dir / f"{self._rank_in_role(rank)}.log"),
+            LOG_VARIABLE: str(self._dir / f"{self.gang.rank_in_role(rank)}.log"),
             ATTEMPT_VARIABLE: str(self._attempt),
             "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank)),
             "RANK": number,
@@ -341,8 +341,5 @@ class RankFiles:
         final, deadline = message.get("final", False), message.get("deadline", False)
         return GangExited(self.gang.name, code, error, rank, at, final, deadline)
 
-    def _rank_in_role(self, rank: int) -> int:
-        return self.gang.index * self.gang.num_ranks + rank
-
     def _error_file(self, rank: int) -> Path:
-        return self._dir / f"{self._rank_in_role(rank)}.error.json"
+        return self._dir / f"{self.gang.rank_in_role(rank)}.error.json"

@@ -223,7 +223,8 @@ def held_run_dir(path: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a launcher holds a run's directory, perhaps one that is still starting; False: it is not known."""
+    """Return whether a launcher holds a run's directory, perhaps one that is still starting; False also where
+    the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -533,7 +533,7 @@ class Supervisor:
 
     def _rank_name(self, event: GangExited) -> str:
         gang = self._gangs[event.gang]
-        return f"{gang.role} rank {gang.index * gang.num_ranks + event.rank}"
+        return f"{gang.role} rank {gang.rank_in_role(event.rank)}"
 
 
 def _remedy(restart: Restart, *, goes_back: bool) -> str:

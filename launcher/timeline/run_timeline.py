@@ -175,9 +175,7 @@ def newest_spans(run_dir: Path, last_s: float) -> dict[str, list[Span]]:
             file.seek(start)
             lines = file.read().split(b"\n")
         whole = lines[start > 0 : -1]  # the first may be half a line, the last is one that is being written
-        shown = [span for line in whole if (span := _span(_values(line))) is not None]
-        own = [span for span in shown if span.name not in BESIDE or span.name == PAUSED]
-        if own:
+        if own := _spans_in(whole):
             spans[path.stem] = own
     newest = max((span.end for own in spans.values() for span in own), default=0.0)
     kept = {name: sorted((s for s in own if s.end >= newest - last_s), key=_order) for name, own in spans.items()}
@@ -200,11 +198,15 @@ def spans_between(run_dir: Path, start: float, end: float) -> dict[str, list[Spa
             else:
                 file.seek(0)
             lines = file.read(max(4 * _BLOCK_BYTES, _ENDS_BYTES // len(paths))).split(b"\n")[:-1]
-        shown = [span for line in lines if (span := _span(_values(line))) is not None]
-        own = [s for s in shown if s.end >= start and s.start <= end and (s.name not in BESIDE or s.name == PAUSED)]
-        if own:
+        if own := [span for span in _spans_in(lines) if span.end >= start and span.start <= end]:
             spans[path.stem] = sorted(own, key=_order)
     return {name: spans[name] for name in in_order(spans)}
+
+
+def _spans_in(lines: Iterable[bytes]) -> list[Span]:
+    """Return the spans in some lines, without those beside others."""
+    spans = (_span(_values(line)) for line in lines)
+    return [span for span in spans if span is not None and (span.name not in BESIDE or span.name == PAUSED)]
 
 
 def _place_of(file: BinaryIO, size: int, time: float) -> int:

@@ -366,7 +366,7 @@ def _is_drawn(row: Fields) -> bool:
 
 def _log_label(gang: GangSpec | None, rank: int) -> str:
     """Return what the log of a gang's rank is called; see `launcher.process.gang.RankFiles`."""
-    return "" if gang is None else f"{gang.role}/{gang.index * gang.num_ranks + rank}"
+    return "" if gang is None else f"{gang.role}/{gang.rank_in_role(rank)}"
 
 
 class RunReader:

@@ -135,7 +135,7 @@ def test_a_trainer_keeps_the_devices_while_rows_may_come() -> None:
         return YieldRule(said).should_yield
 
     parked, soon = YieldRule.PARKED_S, YieldRule.PARKED_S / 2
-    assert not yields((False, parked, False), (False, parked, False)), "nobody wants the devices"
+    assert not yields((False, parked, False), (False, parked, False)), "the other side has not asked for the devices"
     assert yields((False, parked, True), (False, 9.0, False))
     assert not yields((False, soon, True), (False, 9.0, True)), "an answer may be on its way"
     assert not yields((False, 0.0, True)), "it reads rows"

@@ -181,7 +181,7 @@ def memory_of_roles(
             if has_ipc:
                 roles[role]["handed over"] = version // config.roles["actor"]
     if has_ipc and config.is_colocated and "rollout" in roles:
-        # A bucket of each trainer rank, all of which may be smaller, the one that is read, and the next one.
+        # A bucket of each trainer rank (together no more than the version), the one that is read, and the next one.
         bucket = config.weightsync.bucket_bytes
         roles["rollout"]["buckets"] = min(config.roles["actor"] * bucket, version) + 2 * bucket
     if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
