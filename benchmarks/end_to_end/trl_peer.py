@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class StepClock(TrainerCallback):
+class StepClock(TrainerCallback):  # type: ignore[misc]
     """When every step ended (s)."""
 
     def __init__(self) -> None:

@@ -96,9 +96,7 @@ def train(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], num_st
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
     """Write what `transformers` loads, and say how large it is."""
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD]
-    )
+    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for path in directory.iterdir():

@@ -36,7 +36,7 @@ def make_reward_model() -> Qwen2ForSequenceClassification:
     """Return the untrained model; its weights follow from torch's global seed."""
     config = make_model().config
     config.num_labels = 1
-    return Qwen2ForSequenceClassification(config)  # type: ignore[no-untyped-call]
+    return Qwen2ForSequenceClassification(config)
 
 
 def sums() -> Tensor:
