@@ -57,13 +57,16 @@ _PROBE_CONVERSATIONS = ([_ASKED], [_ASKED, {"role": "assistant", "content": PROB
 def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettings()) -> Any:  # noqa: B008
     """Return the transformers tokenizer in `model_dir`; never uses the network. Raises ConfigError if there is none,
     transformers cannot read it, or its chat template ignores one of the options."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    # AutoTokenizer imports torch, in four times the time: services and workers of rollouts, and checks, are torch-free.
+    if (model_dir / TOKENIZER_FILE).is_file():
+        from transformers import PreTrainedTokenizerFast as Loader
+    else:
+        from transformers import AutoTokenizer as Loader
 
     if (model_dir / TOKENIZER_SETTINGS).is_file():
         read_object(model_dir / TOKENIZER_SETTINGS, "the tokenizer's settings")
-    loader: Any = PreTrainedTokenizerFast if (model_dir / TOKENIZER_FILE).is_file() else AutoTokenizer
     try:
-        tokenizer = loader.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = Loader.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path: cannot load the tokenizer of {model_dir}: {reason}") from error

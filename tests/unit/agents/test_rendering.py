@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,18 @@ def test_a_bridge_reads_as_a_full_render(family: str) -> None:
     assert bridged[: len(previous)] == previous
     whole = renderer.render([*ASKED, {"role": "assistant", "content": "42."}, *NEXT], None)
     assert made.decode(bridged) == made.decode(whole)
+
+
+def test_a_renderer_needs_no_torch() -> None:
+    recipe = find_recipe("quickstart-tools")
+    assert recipe is not None
+    code = (
+        "import sys, pathlib, workers.agents.service, workers.agents.worker\n"
+        "from workers.agents.rendering import load_renderer\n"
+        "load_renderer(pathlib.Path(sys.argv[1]), None).render([{'role': 'user', 'content': '6*7'}], None)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, recipe.parent / "quickstart_tools" / "model"], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
