@@ -192,13 +192,14 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
         num_workers=1,
         tells_turns=False,
     )
-    about = f"(a trial rollout of {row.describe_place(config.data)}, whose every reply is its ground truth)"
+    place = row.describe_place(_tried_data(config))
+    about = f"(a trial rollout of {place}, whose every reply is its ground truth)"
     entry = Entry("workers.agents.agent_checks:trial", {"setup": msgspec.to_builtins(setup)})
     pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
     try:
         pool.until_ready()
         began = time.monotonic()
-        found = pool.call_and_wait(row.task, row.ground_truth, on=row.describe_place(config.data))
+        found = pool.call_and_wait(row.task, row.ground_truth, on=place)
         late = time.monotonic() - began >= limit_s
     except UserCodeFailed as error:
         raise ConfigError(str(error)) from error

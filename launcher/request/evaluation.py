@@ -22,11 +22,11 @@ from asyncflow.job import GangSpec
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE
 from launcher.checks.environments import RowsToCheck, check_gangs, has_launchers_interpreter
-from launcher.checks.models import check_positions, check_tensor_parallel
+from launcher.checks.models import check_positions, check_tensor_parallel, device_memory
 from launcher.checks.placement import HEAD, Devices, place_gangs
 from launcher.checks.preflight import check_held_out, usable_devices
 from launcher.checks.proof_cache import check_proven
-from launcher.checks.user_code import check_names, check_rollout_code, try_rewards
+from launcher.checks.user_code import check_names, check_rollout_code, try_rewards, try_rollout
 from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.config.rules import OF_EVALUATIONS, check_rules
@@ -41,7 +41,8 @@ from launcher.run.rundir import (
     held_run_dir,
 )
 from workers.calls.user_function import search_beside
-from workers.data.model_files import check_model_dir
+from workers.data.model_files import check_model_dir, count_parameters, read_model_config
+from workers.engines.device_memory import ModelSizes
 from workers.engines.lora import CONFIG_FILE as ADAPTER_CONFIG
 from workers.settings.run import RunConfig
 
@@ -113,9 +114,12 @@ def accept_evaluation(
     gangs = tuple(gang for gang in place_gangs(own, devices) if gang.role == ROLE)
     here = has_launchers_interpreter(own, HEAD)
     check_names(own, here)
-    check_model_dir(Path(own.model.path))
+    path = Path(own.model.path)
+    check_model_dir(path)
     check_positions(own)
     check_tensor_parallel(own)
+    sizes = ModelSizes.from_config(read_model_config(path), count_parameters(path))
+    device_memory(own, sizes, own.launcher.device_memory_gb)
     try:
         rows = check_held_out(own)
     except UserCodeFailed as error:  # before the start, failing user code is a user error
@@ -125,6 +129,7 @@ def accept_evaluation(
     check_gangs(own, gangs, HEAD, device=devices.kind, rows=rows)
     if rows.first_row is not None and rows.first_prompt is not None and here(ROLE):
         try_rewards(own, rows.first_row, rows.first_prompt)
+        try_rollout(own, rows.first_row)
     target = user_path(run_dir, "--run-dir") if run_dir is not None else default_run_dir(own.name, datetime.now())
     check_new_run_dir(target)
     return Evaluation(own, gangs, devices, target, run_dir is None, rows)

@@ -10,6 +10,7 @@ from launcher.checks.preflight import check_run
 from launcher.checks.user_code import try_functions, try_rewards, try_rollout, try_users_code
 from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
+from launcher.request.evaluation import accept_evaluation
 from workers.agents.agent_checks import trial
 from workers.calls.pool import CallPool, Entry
 from workers.data.prompt_rows import PromptRow
@@ -229,6 +230,17 @@ def test_a_rollout_that_fails_where_failures_are_trained_on_is_a_warning(caplog:
     tried("rollout.function=tried_rollouts:Lacks", "rollout.on_failure=zero")
     (warning,) = [message for message in caplog.messages if "KeyError" in message]
     assert warning.startswith("rollout.function: tried_rollouts:Lacks: ") and "rollout.on_failure is zero" in warning
+
+
+def test_evaluations_try_a_rollout_of_their_own_first_prompt() -> None:
+    Path("tried_rollouts.py").write_text(ROLLOUTS)
+    recipe = find_recipe("quickstart-tools")
+    assert recipe is not None
+    overrides = ["rollout.tools=[]", "rollout.function=tried_rollouts:raises"]
+    with pytest.raises(ConfigError, match=r"no sandbox.* \(a trial rollout of .*held_out\.jsonl:1, whose"):
+        accept_evaluation(
+            str(recipe.parent / "quickstart_tools" / "model"), str(recipe), overrides=overrides, ranks=1, run_dir=None
+        )
 
 
 @pytest.mark.slow
