@@ -49,8 +49,8 @@ def test_a_run_shows_its_page_saves_when_asked_and_its_rows_can_be_traced(tmp_pa
             urllib.request.urlopen(address)
     assert len(list_checkpoints(run_dir)) == 2, "one that was asked for, and that of the stop"
     last = command.last_step(run_dir)
-    trained = [line for line in command.lines(run_dir / "ledger.jsonl") if line["step"] == last]
-    found = RowTrace.read(run_dir, trained[0]["indices"][0])
+    trained = [line["indices"] for line in command.lines(run_dir / "ledger.jsonl") if line["step"] == last]
+    found = RowTrace.read(run_dir, min(trained)[0])  # of the first group admitted, which is kept
     assert [line["step"] for line in found.trained] == [last] and len(found.samples) == 1
     tasks = [lease["task"] for lease in found.leases]
     assert tasks[0] == "actor_rollout" and tasks[-1] == "actor_train", tasks
