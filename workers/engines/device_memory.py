@@ -184,9 +184,8 @@ def memory_of_roles(
         # A bucket of each trainer rank (together no more than the version), the one that is read, and the next one.
         bucket = config.weightsync.bucket_bytes
         roles["rollout"]["buckets"] = min(config.roles["actor"] * bucket, version) + 2 * bucket
-    if (
-        config.weightsync.path == "broadcast" and "actor" in config.roles
-    ):  # both ends: two buckets, and the products of the one being summed
+    # Both ends of a broadcast: two buckets, and the products of the one being summed.
+    if config.weightsync.path == "broadcast" and "actor" in config.roles:
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         # They compute with one version while the next one arrives.
         if "rollout" in roles:

@@ -234,13 +234,10 @@ def test_a_rollout_that_fails_where_failures_are_trained_on_is_a_warning(caplog:
 
 def test_evaluations_try_a_rollout_of_their_own_first_prompt() -> None:
     Path("tried_rollouts.py").write_text(ROLLOUTS)
-    recipe = find_recipe("quickstart-tools")
-    assert recipe is not None
+    model = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
     overrides = ["rollout.tools=[]", "rollout.function=tried_rollouts:raises"]
     with pytest.raises(ConfigError, match=r"no sandbox.* \(a trial rollout of .*held_out\.jsonl:1, whose"):
-        accept_evaluation(
-            str(recipe.parent / "quickstart_tools" / "model"), str(recipe), overrides=overrides, ranks=1, run_dir=None
-        )
+        accept_evaluation(str(model), "quickstart-tools", overrides=overrides, ranks=1, run_dir=None)
 
 
 @pytest.mark.slow
