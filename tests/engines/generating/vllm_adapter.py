@@ -62,6 +62,8 @@ class VllmLoraAdapter(VllmAdapter):
 
     name = "vllm-lora"
     lora = LoraConfig(rank=4, alpha=6)
+    # vLLM's kernels for adapters do not take float32 on a GPU.
+    settings: Mapping[str, Any] = {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
     tolerance = 2e-4  # the adapted weights are larger than those of the plain model; some tokens are 1.1e-4 apart
 
 
@@ -103,6 +105,7 @@ class VllmSleepingLoraAdapter(VllmSleepingAdapter, VllmLoraAdapter):
     """The same at level 1: it keeps the base, and its adapter comes anew."""
 
     name = "vllm-sleeping-lora"
+    settings = VllmLoraAdapter.settings | VllmSleepingAdapter.settings  # noqa: RUF012
 
 
 class VllmNpuAdapter(VllmAdapter):
