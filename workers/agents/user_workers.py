@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _PING_S = 1.0
 _STACK_S = 2.0  # time that a process has to write its stack (s)
 _LOOK_S = 0.05
+_PARTS = 4  # of the time that a rollout has to end
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LONGEST_STACK = 2**16
 
@@ -117,16 +118,20 @@ class UserWorker(ChildProcess[ToWorker, FromWorker]):
         self.alive = False
         self.kill_process()
 
-    def _await_end(self, attempt_id: int, within_s: float) -> None:
+    def _await_end(self, attempt_id: int, within_s: float, parts: int = _PARTS) -> None:
         self.send(PingLoop())
         loop = asyncio.get_running_loop()
-        self._ending[attempt_id] = loop.call_later(within_s, self._kill_if_late, attempt_id, within_s, loop.time())
+        self._ending[attempt_id] = loop.call_later(
+            within_s / _PARTS, self._kill_if_late, attempt_id, within_s, parts, loop.time()
+        )
 
-    def _kill_if_late(self, attempt_id: int, within_s: float, since: float) -> None:
-        """Kill the process because a rollout did not end."""
-        # The loop itself has hung since, maybe in another rollout's code: leave it to `_watch_stalls`.
-        if self._last_pong <= since:
-            self._await_end(attempt_id, within_s)
+    def _kill_if_late(self, attempt_id: int, within_s: float, parts: int, since: float) -> None:
+        """Kill the process because a rollout did not end; only those parts of the time count in which the loop ran. A
+        loop that hangs, maybe in another rollout's code, is left to `_watch_stalls`."""
+        if self._last_pong > since:
+            parts -= 1
+        if parts:
+            self._await_end(attempt_id, within_s, parts)
             return
         if self.alive:  # otherwise it is already being killed for another reason
             self._culprit = attempt_id

@@ -124,7 +124,8 @@ class StreamChannel(Generic[S, R]):
     async def closed(self) -> None:
         """Wait until it is closed."""
         with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+            # All who wait share one future, which the cancellation of one would cancel for the others.
+            await asyncio.shield(self._writer.wait_closed())
 
 
 # The parent's end.

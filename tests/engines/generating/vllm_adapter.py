@@ -105,7 +105,7 @@ class VllmSleepingLoraAdapter(VllmSleepingAdapter, VllmLoraAdapter):
     """The same at level 1: it keeps the base, and its adapter comes anew."""
 
     name = "vllm-sleeping-lora"
-    settings = VllmLoraAdapter.settings | VllmSleepingAdapter.settings  # noqa: RUF012
+    settings = VllmLoraAdapter.settings | VllmSleepingAdapter.settings
 
 
 class VllmNpuAdapter(VllmAdapter):

@@ -1,6 +1,7 @@
 """Processes of users' rollout functions: real ones, with a policy that echoes."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Owner:
-    """Replies to everything, and keeps what it is told."""
+    """Replies to everything, at once or when `reply` is called, and keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_replies: bool = False) -> None:
+        self._held: list[Told] | None = [] if holds_replies else None
         self.told: asyncio.Queue[AttemptDone | Raised | WorkerDeath] = asyncio.Queue()
         self.asks: list[Ask] = []
         self.began: list[int] = []
@@ -137,11 +139,20 @@ class Owner:
             case Ask(number, attempt_id, request):
                 self.asks.append(message)
                 reply = {"role": "assistant", "content": request.messages[-1]["content"] + "!"}
-                worker.send(Told(number, Reply(reply, "stop", [1, 2], len(self.asks), attempt_id)))
+                told = Told(number, Reply(reply, "stop", [1, 2], len(self.asks), attempt_id))
+                if self._held is None:
+                    worker.send(told)
+                else:
+                    self._held.append(told)
             case Begun(attempt_id):
                 self.began.append(attempt_id)
             case _:
                 self.told.put_nowait(message)
+
+    def reply(self, worker: UserWorker) -> None:
+        """Send the replies that were held back."""
+        for told in self._held or ():
+            worker.send(told)
 
 
 def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Setup:
@@ -345,14 +356,18 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
 
 
 async def death_after_cancelling(users: Path, *questions: str) -> object:
-    """Begin rollouts, cancel the first once all have asked, and return how their process ended."""
-    owner = Owner()
+    """Begin rollouts, cancel the first in the same turn of their loop in which all have their replies, and return how
+    their process ended."""
+    owner = Owner(holds_replies=True)
     worker = await UserWorker.start(setup_of(users, "odd", stall_timeout_s=3.0), owner)
     for attempt_id, question in enumerate(questions, start=1):
         worker.begin(start_of(users, attempt_id, question))
     while len(owner.asks) < len(questions):
         await asyncio.sleep(0.01)
+    worker._kill(worker._process.pid, signal.SIGSTOP)
+    owner.reply(worker)
     worker.end(1, within_s=0.5)
+    worker._kill(worker._process.pid, signal.SIGCONT)
     death = await asyncio.wait_for(owner.told.get(), 60)
     await worker.kill_and_wait()
     return death

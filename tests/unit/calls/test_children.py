@@ -1,6 +1,8 @@
 """Processes of a pool: what they leave behind, how they start, and how their end is noticed."""
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import AsyncFlowError, UserCodeFailed
+from workers.calls.child_process import StreamChannel
 from workers.calls.pool import CallPool
 
 DEADLINE_S = 15
@@ -162,3 +165,18 @@ def wait_until_gone(pid: int) -> None:
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline, f"{pid} lives on"
         time.sleep(0.01)
+
+
+def test_who_waits_for_a_channels_end_is_not_cancelled_with_another_who_does() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            channel: StreamChannel[str, str] = await StreamChannel.open(ours, str)
+            one, other = (asyncio.create_task(channel.closed()) for _ in range(2))
+            await asyncio.sleep(0.01)
+            one.cancel()
+            await asyncio.wait({one})
+            channel.abort()
+            await other
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
