@@ -292,8 +292,10 @@ def test_export_is_loaded_by_transformers(trained: Trained) -> None:
     loaded, info = models.from_pretrained(trained.out / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = whole(trained, "trained")
+    # An export merges an adapter on the host, whatever device the engine merges on.
+    atol = 0.0 if trained.adapter.lora is None else 1e-6
     for name, parameter in loaded.named_parameters():
-        assert parameter.equal(expected[name]), name
+        torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=atol, msg=name)
 
 
 def test_bad_requests_are_refused_with_a_reason(trained: Trained) -> None:
