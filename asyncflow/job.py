@@ -128,7 +128,8 @@ class Job:
         beside = target.with_suffix(".tmp")
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(self), file)
+            # Which directory this is, since a copy of it is no run.
+            json.dump({**asdict(self), "directory": run_dir.stat().st_ino}, file)
         beside.replace(target)
 
     @staticmethod
@@ -145,6 +146,7 @@ class Job:
         nodes = tuple(Node(**{**node, "clock": HostClock(**node["clock"])}) for node in fields.pop("nodes"))
         networks = tuple(Network(**network) for network in fields.pop("networks", ()))
         clock = HostClock(**fields.pop("clock"))
+        fields.pop("directory", None)
         return Job(gangs=gangs, nodes=nodes, networks=networks, clock=clock, **fields)
 
 

@@ -243,9 +243,9 @@ VERL: Mapping[str, Rule] = {
     _ACTOR + "use_dynamic_bsz": Together("actor.max_tokens_per_micro_batch", "with ppo_max_token_len_per_gpu"),
     _ACTOR + "ppo_max_token_len_per_gpu": Together("actor.max_tokens_per_micro_batch", "with use_dynamic_bsz"),
     _ACTOR + "ppo_epochs": Same("actor.ppo_epochs"),
-    _ACTOR + "clip_ratio": Same("algorithm.eps_clip"),
-    _ACTOR + "clip_ratio_low": Same("algorithm.eps_clip"),
-    _ACTOR + "clip_ratio_high": Same("algorithm.eps_clip_high"),
+    _ACTOR + "clip_ratio": Together("algorithm.eps_clip", "and eps_clip_high, where the next two are not given"),
+    _ACTOR + "clip_ratio_low": Together("algorithm.eps_clip", "else clip_ratio; with gspo else 0.2"),
+    _ACTOR + "clip_ratio_high": Together("algorithm.eps_clip_high", "else clip_ratio; with gspo else 0.2"),
     _ACTOR + "clip_ratio_c": Same("algorithm.dual_clip"),
     _ACTOR + "loss_agg_mode": Together(
         "algorithm.loss_normalization",
@@ -306,7 +306,7 @@ VERL: Mapping[str, Rule] = {
     "algorithm.gamma": Together("algorithm.gamma", "with ppo; else only 1"),
     "algorithm.lam": Together("algorithm.lam", "with ppo"),
     "algorithm.norm_adv_by_std_in_grpo": Together("algorithm.scale_advantages_by_std", "with grpo"),
-    "algorithm.use_kl_in_reward": Together("algorithm.kl_coef", "with ppo and reinforce_plus_plus"),
+    "algorithm.use_kl_in_reward": Together("algorithm.kl_coef", "with ppo, rloo and reinforce_plus_plus"),
     "algorithm.kl_penalty": Together("algorithm.kl_estimator", "kl alone"),
     "algorithm.kl_ctrl.kl_coef": Together("algorithm.kl_coef", "with use_kl_in_reward"),
     "algorithm.kl_ctrl.type": Refused("the coefficient is a constant", (None, "fixed")),
@@ -634,6 +634,9 @@ def _trl_loss(ours: Ours, get: Callable[..., Any], per_step: int) -> None:
     if level == "sequence":
         ours.set_value("algorithm.name", "gspo", "importance_sampling_level")
         ours.set_value("algorithm.eps_clip", get("epsilon", 0.2), "epsilon")
+        # Ours by default is the paper's, far narrower; theirs is epsilon.
+        if get("epsilon_high") is None:
+            ours.set_value("algorithm.eps_clip_high", get("epsilon", 0.2), "epsilon, since epsilon_high is unset")
     else:
         ours.set_value("algorithm.name", "cispo" if kind == "cispo" else "grpo", "loss_type")
     ours.set_value("algorithm.loss_normalization", normalization[kind], f"loss_type {kind}")
@@ -826,6 +829,12 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
         name = "gspo"
     elif mode != "vanilla":
         raise _refuse(_ACTOR + "policy_loss.loss_mode", mode, "vanilla, or gspo with adv_estimator grpo")
+    # verl's default of each bound is 0.2, and clip_ratio_low and _high win over clip_ratio.
+    for key, theirs in (("eps_clip", "clip_ratio_low"), ("eps_clip_high", "clip_ratio_high")):
+        given = [each for each in (theirs, "clip_ratio") if get(_ACTOR + each) is not None]
+        value = get(_ACTOR + given[0]) if given else 0.2
+        if given or name == "gspo":
+            ours.set_value(f"algorithm.{key}", value, _ACTOR + given[0] if given else "verl's default")
     ours.set_value("algorithm.name", name, "algorithm.adv_estimator, policy_loss.loss_mode")
     for key, value in options.items():
         ours.set_value(f"algorithm.{key}", value, "algorithm.adv_estimator")
@@ -841,7 +850,7 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
         ours.set_value("algorithm.group_filter", "zero_variance", "algorithm.filter_groups.enable")
     in_loss, in_reward = bool(get(_ACTOR + "use_kl_loss")), bool(get("algorithm.use_kl_in_reward"))
     baseline = options.get("baseline")
-    if in_reward and (name not in ("ppo", "reinforce_plus_plus") or baseline):
+    if in_reward and (name not in ("ppo", "rloo", "reinforce_plus_plus") or baseline):
         raise _refuse(
             "algorithm.use_kl_in_reward", True, f"{estimator}: the penalty is a term of the loss (use_kl_loss)"
         )
@@ -854,16 +863,13 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
         if name == "ppo":
             ours.set_value("algorithm.kl_placement", "reward", "algorithm.use_kl_in_reward")
     elif in_loss:
-        if name == "reinforce_plus_plus" and not baseline:
-            raise _refuse(
-                _ACTOR + "use_kl_loss", True, "reinforce_plus_plus has its penalty in the reward (use_kl_in_reward)"
-            )
+        if name in ("rloo", "reinforce_plus_plus") and not baseline:
+            raise _refuse(_ACTOR + "use_kl_loss", True, f"{name} has its penalty in the reward (use_kl_in_reward)")
         kind = str(get(_ACTOR + "kl_loss_type") or "low_var_kl").removesuffix("+")
         if kind not in _KL_ESTIMATORS:
             raise _refuse(_ACTOR + "kl_loss_type", kind, "one of " + " ".join(_KL_ESTIMATORS))
         ours.set_value("algorithm.kl_coef", get(_ACTOR + "kl_loss_coef", 0.001), _ACTOR + "kl_loss_coef")
-        if name != "rloo":
-            ours.set_value("algorithm.kl_estimator", _KL_ESTIMATORS[kind], _ACTOR + "kl_loss_type")
+        ours.set_value("algorithm.kl_estimator", _KL_ESTIMATORS[kind], _ACTOR + "kl_loss_type")
     else:
         ours.set_value("algorithm.kl_coef", 0.0, "neither use_kl_loss nor use_kl_in_reward")
     if name == "ppo":

@@ -20,7 +20,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.plan.plan_report import open_planner
 from launcher.plan.search import with_ranks
-from launcher.run.rundir import read_plan
+from launcher.run.rundir import plan_of
 from workers.settings.dataflow import OBSERVERS, TRAINERS, roles_on_device
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
@@ -226,11 +226,8 @@ class Advisor:
 def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
     """Return the predicted step time (s): the planner's for `sim` engines, otherwise the plan's; None: unknown."""
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
-        plan = read_plan(run_dir)
-        # A plan for other roles is not this run's.
-        step_s, same = plan.get("step_s"), plan.get("roles") == config.roles
-        same = same and plan.get("colocated", []) == list(config.colocated)
-        return float(step_s) if same and isinstance(step_s, int | float) else None
+        step_s = plan_of(run_dir, config.roles, config.colocated).get("step_s")
+        return float(step_s) if isinstance(step_s, int | float) else None
     try:
         return open_planner(config, devices=config.num_devices, device=None).step_s()
     except ConfigError:

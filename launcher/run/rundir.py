@@ -11,7 +11,7 @@ import logging
 import os
 import reprlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -188,6 +188,13 @@ def read_plan(path: Path) -> dict[str, Any]:
         return {}
 
 
+def plan_of(path: Path, roles: Mapping[str, int], colocated: Sequence[str]) -> dict[str, Any]:
+    """Return the planner's choice if it is for these roles; a run that was resumed with others has an earlier one."""
+    plan = read_plan(path)
+    same = plan.get("roles") == dict(roles) and plan.get("colocated", []) == list(colocated)
+    return plan if same else {}
+
+
 def discard_run_dir(path: Path) -> None:
     """Remove what a run that never began created: configuration, plan, launcher logs, and empty directories."""
     for name in (CONFIG_FILE, PLAN_FILE):
@@ -269,11 +276,14 @@ def running_launcher(run_dir: Path) -> int | None:
     try:
         job = json.loads((run_dir / JOB_FILE).read_text())
         host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
+        here = run_dir.stat().st_ino
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # Another host's process id means nothing here; there, the lock of `held_run_dir` keeps a second launcher out, if
     # the file system has locks.
     if host != HostClock.from_wall_clock().host:
+        return None
+    if job.get("directory", here) != here:  # a copy of that launcher's
         return None
     # A killed launcher leaves job.json behind. Its process id may since belong to another process, which started later
     # than the job.

@@ -208,7 +208,7 @@ def _cell(values: Sequence[float]) -> str:
 
 # Log lines
 
-_WHO = re.compile(r"(?P<role>[a-z_]+(?:-\d+)?)(?:/(?P<rank>\d+))?")
+_WHO = re.compile(r"[\w.-]+(?:/\d+)?")
 
 
 @dataclass
@@ -268,7 +268,7 @@ def find_logs(run_dir: Path, who: str | None) -> list[LogFile]:
     logs = [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in files]
     if who is None:
         return logs
-    chosen = [log for log in logs if _WHO.fullmatch(who) and (log.label == who or log.label.startswith(f"{who}/"))]
+    chosen = [log for log in logs if log.label == who or log.label.startswith(f"{who}/")]
     if not chosen:
         roles = sorted({log.label.partition("/")[0] for log in logs})
         raise ConfigError(f"ROLE: {who!r} has no log in {run_dir}; one of {' '.join(roles)}, or ROLE/RANK")

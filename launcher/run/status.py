@@ -20,7 +20,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError, size_text
 from asyncflow.job import PAUSED, GangSpec, Job
 from asyncflow.json_lines import LineReader, replace_text
-from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
+from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, JOB_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, plain, role_rows, table
 from launcher.run.rundir import check_run_dir, is_held, running_launcher
@@ -91,10 +91,17 @@ class RunStatus:
         fields = _newest_fields(run_dir)
         if fields is None:
             raise TransportError(f"{run_dir}: the run is starting; ask again in a moment")
+        try:
+            gangs = Job.load(run_dir).gangs
+        except PermissionError as error:
+            raise ConfigError(
+                f"run directory: {run_dir / JOB_FILE} is for the run's own user alone, so what its processes do cannot "
+                f"be shown; its figures can: asyncflow view {run_dir}"
+            ) from error
         return RunStatus(
             run_dir,
             fields["time"],
-            Job.load(run_dir).gangs,
+            gangs,
             {_place(name): Status.from_json(status) for name, status in fields["ranks"].items()},
             fields["controllers"],
             fields["units"],
@@ -333,6 +340,8 @@ def live_state(run_dir: Path) -> str:
 def _is_of_another_host(run_dir: Path) -> bool:
     try:
         return Job.load(run_dir).clock.host != HostClock.from_wall_clock().host
+    except PermissionError:  # another user's, whose host is not known
+        return True
     except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return False
 

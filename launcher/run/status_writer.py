@@ -60,7 +60,8 @@ class StatusWriter:
         self._config = config.tq
         self._advisor = Advisor(config, job.gangs, run_dir)
         self._finished_steps: SimpleQueue[Metrics] = SimpleQueue()
-        self._known = RunStatus(run_dir, time.time(), job.gangs, {})
+        self._clock = job.local_clock()  # by which ranks of all hosts say when they reported
+        self._known = RunStatus(run_dir, self._clock.now(), job.gangs, {})
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._write_until_stopped, name="status", daemon=True)
@@ -126,7 +127,7 @@ class StatusWriter:
 
     def _write_status(self, **answers: Any) -> None:
         """Write the file with these answers and the other services' previous ones."""
-        self._known = replace(self._known, at=time.time(), **answers)
+        self._known = replace(self._known, at=self._clock.now(), **answers)
         with self._writing:
             if self._stop.is_set():
                 return

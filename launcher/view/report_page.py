@@ -115,5 +115,15 @@ def _samples(run: RunReader) -> dict[str, Any]:
 
 
 def _logs(run: RunReader) -> dict[str, str]:
-    tails = {log.label: run.log_tail(log.label) for log in run.logs()[:_MOST_LOGS]}
-    return {label: tail["text"][-_LOG_CHARS:] for label, tail in tails.items() if tail is not None}
+    """Return the ends of some logs: the launcher's, and of each role those of its first ranks."""
+    labels = sorted((log.label for log in run.logs()), key=_log_order)
+    tails = {label: run.log_tail(label) for label in labels[:_MOST_LOGS]}
+    texts = {label: tail["text"][-_LOG_CHARS:] for label, tail in tails.items() if tail is not None}
+    if more := labels[_MOST_LOGS:]:
+        texts["the others"] = "not in this report, but in the run's logs/:\n" + "\n".join(more)
+    return texts
+
+
+def _log_order(label: str) -> tuple[bool, int, str]:
+    rank = label.rpartition("/")[2]
+    return not label.startswith("launcher"), int(rank) if rank.isdigit() else 0, label

@@ -53,7 +53,7 @@ from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
 from launcher.report.report import TimeSpent, has_text, number_text
-from launcher.run.rundir import is_inside, read_plan
+from launcher.run.rundir import is_inside, plan_of
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, end_of_step, in_order, newest_spans, spans_between
@@ -412,7 +412,7 @@ class RunReader:
             "live": live,
             "queue_depths": self._queue_depths.news(have.queue_stride, have.queue_points),
             "end": end,
-            "plan": finite_fields(read_plan(self.run_dir)),
+            "plan": finite_fields(self._plan()),
             "problems": [*problems, *self._curves.problems[-5:]],
             "at": time.time(),
         }
@@ -435,6 +435,11 @@ class RunReader:
             if now != self._settings_of and is_inside(path, self.run_dir):
                 self._settings, self._settings_of = dict(read_yaml(path).values), now
         return self._settings
+
+    def _plan(self) -> Fields:
+        settings = self.settings()
+        roles, colocated = settings.get("roles"), settings.get("colocated")
+        return plan_of(self.run_dir, roles, colocated or ()) if isinstance(roles, Mapping) else {}
 
     def settings_text(self) -> str:
         """Return `config.yaml` as it is, or why it is not shown."""
@@ -532,7 +537,7 @@ class RunReader:
         return {"steps": self._samples.steps, **found}
 
     def logs(self) -> list[LogFile]:
-        """Return the logs that are inside the run's directory, the launcher's last."""
+        """Return the logs that are inside the run's directory, by name."""
         root = self.run_dir / LOGS
         paths = [path for path in sorted(root.rglob("*.log")) if path.is_file() and is_inside(path, self.run_dir)]
         return [LogFile(str(path.relative_to(root).with_suffix("")), path) for path in paths]

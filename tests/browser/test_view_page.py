@@ -497,6 +497,25 @@ def test_the_depth_of_the_queue_is_a_curve_over_the_time_that_it_is_watched(
     expect(depths).to_be_hidden()
 
 
+def test_plan_and_run_are_compared_by_the_tokens_that_a_plan_counts(run_dir: Path, page: Any) -> None:
+    """A step's samples have 300 tokens behind prompts of 900, and take 2 s on 4 devices, as planned."""
+    counted = {"samples": 8, "response_tokens_mean": 300.0, "train_tokens_per_s": 4800.0, "step_time_s": 2.0}
+    for step in range(1, 4):
+        append(run_dir / "metrics.jsonl", {"step": step, "lineage": 0, "reward_mean": 0.5, **counted})
+    roles = {"rollout": 3, "actor": 1}
+    (run_dir / "config.yaml").write_text("roles: {rollout: 3, actor: 1}\n")
+    plan = {"roles": roles, "devices": 4, "step_s": 2.0, "tokens_per_s": 1200.0, "tokens_per_s_per_device": 300.0}
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    page.goto(write_report(run_dir).as_uri())
+    for name, number in (
+        ("time of a step (s)", "2"),
+        ("response tokens/s", "1,?200"),
+        ("response tokens/s and device", "300"),
+    ):
+        row = page.locator("tr").filter(has=page.get_by_role("cell", name=name, exact=True))
+        expect(row).to_have_text(re.compile(rf"{re.escape(name)}{number}{number}1$"))
+
+
 def test_ten_thousand_steps_are_painted(run_dir: Path, page: Any) -> None:
     lines = [json.dumps({"step": step, "lineage": 0, "reward_mean": step / 10_000}) for step in range(1, 10_001)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
+from asyncflow.clock import HostClock
 from asyncflow.job import NO_PAUSE, PAUSED, PAUSING
 from asyncflow.sealed_store import SealedStore
 from launcher.process.progress import Status
@@ -52,6 +53,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
     forget_pauses(context)
     context._status, context._progress_at, context._closed = _Status("training"), 0.0, threading.Event()
     context.timeline = SimpleNamespace(waiting_s=0.0, flush=said.set)
+    context._clock = SimpleNamespace(now=lambda: 1.5e9)  # the head's, not this host's own
     context.sealed_store = lambda _: sealed
     store.set("phase", "exit")
     heart = threading.Thread(target=context._beat, daemon=True)
@@ -60,6 +62,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
         assert said.wait(30)
         said.clear()
     assert not context.stopping.is_set() and not context.exiting.is_set()
+    assert json.loads(sealed.get("status/actor/0"))["time"] == 1.5e9
     assert "the value of 'phase' was not written by this job" in caplog.text
     sealed.set("phase", "stop")
     assert context.stopping.wait(30)
@@ -141,7 +144,7 @@ def test_what_admission_says_of_a_pause_stays_whatever_its_rank_reports_next() -
     context.gang, context.rank = SimpleNamespace(name="controller-0"), 0
     context.timeline, context._status = SimpleNamespace(waiting_s=0.0, flush=lambda: None), _Status("starting")
     context._start_work = SimpleNamespace(advanced=lambda: False)
-    context._progress_at = 0.0
+    context._progress_at, context._clock = 0.0, HostClock.from_wall_clock()
     context.report_pause("paused after step 3")
     context.report_state("serving")
     store = SealedStore(HashStore(), b"secret")

@@ -383,7 +383,7 @@ class WorkerContext:
         status = {
             **vars(self._status),
             "pause": self._pause_progress,
-            "time": time.time(),
+            "time": self._clock.now(),
             "pid": os.getpid(),
             "waiting_s": self.timeline.waiting_s,
             "idle_s": time.monotonic() - self._progress_at,

@@ -519,7 +519,7 @@ function samplesPart() {
 
 function logsPart() {
   const choice = el("select", { "aria-label": "log" }), text = el("pre");
-  let position = null;
+  let position = null, asked = 0;
   async function list() {
     let names = [];
     try { names = await page.source.logs(page.current); } catch { /* the server is gone; the header says so */ }
@@ -530,14 +530,16 @@ function logsPart() {
   async function read(anew) {
     if (!choice.value) { text.textContent = "no logs yet"; return; }
     let tail;
+    const number = ++asked;  // an answer counts if nothing was asked since
     try { tail = await page.source.log(page.current, choice.value, anew ? null : position); } catch { return; }
+    if (number !== asked) return;
     const atEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 30;
     if (tail.follows) text.append(shown(tail.text)); else text.textContent = shown(tail.text) || "(empty)";
     if (text.textContent.length > 400000) text.textContent = text.textContent.slice(-200000);
     position = tail.position;
     if (anew || atEnd) text.scrollTop = text.scrollHeight;
   }
-  choice.addEventListener("change", () => read(true));
+  choice.addEventListener("change", () => { position = null; read(true); });
   const details = el("details", { ontoggle: () => details.open && list() },
     el("summary", null, "logs of every process, with what your own functions print"),
     el("div", { class: "controls" }, choice), text);
@@ -680,8 +682,10 @@ function planNode(run) {
   if (!Object.keys(plan).length) return null;
   const lately = (name) => { const found = (run.values[name] || []).slice(-10).filter((value) => value !== null);
     return found.length ? found.reduce((a, b) => a + b, 0) / found.length : null; };
-  const rows = [["time of a step (s)", plan.step_s, lately("step_time_s")], ["tokens/s", plan.tokens_per_s, lately("train_tokens_per_s")],
-    ["tokens/s and device", plan.tokens_per_s_per_device, lately("train_tokens_per_s_per_device")],
+  // A plan counts responses' tokens alone; train_tokens_per_s has the prompts', too.
+  const responses = lately("samples") * lately("response_tokens_mean") / lately("step_time_s") || null;
+  const rows = [["time of a step (s)", plan.step_s, lately("step_time_s")], ["response tokens/s", plan.tokens_per_s, responses],
+    ["response tokens/s and device", plan.tokens_per_s_per_device, responses && plan.devices ? responses / plan.devices : null],
     ...Object.entries(plan.idle_fraction || {}).map(([role, share]) => ["idle " + role, share, lately("idle_fraction/" + role)])];
   return el("section", { class: "panel wide" }, el("h3", null, "The plan beside what is measured"),
     table(["", "planned", "measured", "ratio"], rows.filter((row) => row[1] !== undefined && newest).map(([name, planned, measured]) =>

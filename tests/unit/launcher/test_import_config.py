@@ -271,6 +271,37 @@ def test_trl_s_correction_becomes_ours(mode: str, expected: dict[str, Any], tmp_
     assert values["algorithm"]["off_policy"] == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "keys", "low", "high"),
+    [
+        (TRL_FILE, {"importance_sampling_level": "sequence"}, 0.2, 0.2),
+        (TRL_FILE, {"importance_sampling_level": "sequence", "epsilon": 3e-4}, 3e-4, 3e-4),
+        (TRL_FILE, {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, 3e-4, 4e-4),
+        (VERL_FILE, {"policy_loss.loss_mode": "gspo"}, 0.2, 0.2),
+        (VERL_FILE, {"policy_loss.loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}, 3e-4, 4e-4),
+        (VERL_FILE, {"policy_loss.loss_mode": "gspo", "clip_ratio": 1e-3}, 1e-3, 1e-3),
+        (VERL_FILE, {"clip_ratio_low": 0.1, "clip_ratio": 0.2, "clip_ratio_high": 0.3}, 0.1, 0.3),
+    ],
+)
+def test_clips_are_theirs_whatever_ours_are_by_default(
+    given: dict[str, Any], keys: dict[str, Any], low: float, high: float, tmp_path: Path
+) -> None:
+    section = "actor_rollout_ref.actor." if given is VERL_FILE else ""
+    for key, value in keys.items():
+        given = with_value(given, section + key, value)
+    algorithm = imported(given, tmp_path)["algorithm"]
+    assert (algorithm["eps_clip"], algorithm["eps_clip_high"]) == (low, high)
+
+
+def test_penalty_of_verl_s_rloo_is_in_the_reward_as_ours_is(tmp_path: Path) -> None:
+    rloo = with_value(VERL_FILE, "algorithm.adv_estimator", "rloo")
+    with pytest.raises(ConfigError, match=r"use_kl_loss.*in the reward"):
+        imported(rloo, tmp_path)
+    rloo = with_value(rloo, "actor_rollout_ref.actor.use_kl_loss", False)
+    rloo = with_value(with_value(rloo, "algorithm.use_kl_in_reward", True), "algorithm.kl_ctrl.kl_coef", 0.02)
+    assert imported(rloo, tmp_path)["algorithm"]["kl_coef"] == 0.02
+
+
 def test_ppo_of_verl_has_a_critic_and_its_penalty_in_the_reward(tmp_path: Path) -> None:
     given = with_value(VERL_FILE, "algorithm.adv_estimator", "gae")
     given = with_value(with_value(given, "algorithm.use_kl_in_reward", True), "critic", {"optim": {"lr": 2e-5}})

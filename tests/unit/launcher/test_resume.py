@@ -329,6 +329,14 @@ def test_live_launcher_is_seen(tmp_path: Path) -> None:
     assert running_launcher(tmp_path) == os.getpid()
 
 
+def test_a_copy_of_a_live_run_is_not_live(tmp_path: Path) -> None:
+    make_job(tmp_path / "run", os.getpid(), time.time())
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert running_launcher(tmp_path / "copy") is None
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert running_launcher(tmp_path / "moved") == os.getpid()
+
+
 def test_launcher_that_is_gone_or_whose_process_id_was_reused_is_not_running(tmp_path: Path) -> None:
     assert running_launcher(tmp_path) is None
     ended = subprocess.Popen(["true"])

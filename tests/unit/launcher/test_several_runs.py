@@ -159,6 +159,8 @@ def test_logs_are_chosen_by_role_and_rank_and_cannot_command_the_terminal(tmp_pa
     assert [log.label for log in find_logs(run, "rollout")] == ["rollout/0", "rollout/2", "rollout/10"]
     assert list(log_lines(find_logs(run, "rollout/2"), number=1)) == ["last of 2"]
     assert list(log_lines(find_logs(run, "launcher"), number=9)) == ["the launcher\\x1b[31m"]
+    (run / "logs" / "logger-wandb.log").write_text("no network\n")
+    assert [log.label for log in find_logs(run, "logger-wandb")] == ["logger-wandb"]
     for who in ("nobody", "../../etc", "rollout/7"):
         with pytest.raises(ConfigError, match=f"has no log in {run}"):
             find_logs(run, who)

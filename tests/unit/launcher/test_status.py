@@ -21,7 +21,7 @@ from asyncflow.run_files import END_FILE, STATUS_FILE
 from launcher.cli.commands import main
 from launcher.process.progress import Status
 from launcher.run.rundir import held_run_dir
-from launcher.run.status import RunEnd, RunStatus, read_status
+from launcher.run.status import RunEnd, RunStatus, is_live, read_status
 from launcher.run.supervisor import RestartLog
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
@@ -259,6 +259,21 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
         (tmp_path / STATUS_FILE).write_text(old)
         with pytest.raises(ConfigError, match="no run is active in"):
             RunStatus.read(tmp_path)
+
+
+def test_run_of_another_user_and_host_is_alive_while_its_launcher_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run_dir: Path) -> Job:
+        raise PermissionError
+
+    monkeypatch.setattr(Job, "load", refuse)
+    (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
+    assert is_live(tmp_path)
+    with pytest.raises(ConfigError, match=r"job.json is for the run's own user alone"):
+        RunStatus.read(tmp_path)
+    (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time() - 60).as_json())
+    assert not is_live(tmp_path)
 
 
 def test_the_command_imports_neither_torch_nor_the_configuration() -> None:

@@ -476,8 +476,23 @@ def test_a_plan_that_is_a_link_out_of_the_run_is_not_shown(run_dir: Path, tmp_pa
     add_steps(run_dir, 1, 1)
     assert "1234" not in write_report(run_dir).read_text()
     (run_dir / "plan.json").unlink()
-    (run_dir / "plan.json").write_text('{"step_s": 2.5}')
-    assert RunReader(run_dir, "run").state()["plan"] == {"step_s": 2.5}
+    plan = {"step_s": 2.5, "roles": {"rollout": 2, "actor": 1}}
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    (run_dir / "config.yaml").write_text("roles: {rollout: 2, actor: 1}\n")
+    assert RunReader(run_dir, "run").state()["plan"] == plan
+    (run_dir / "config.yaml").write_text("roles: {rollout: 3, actor: 1}\n")
+    assert RunReader(run_dir, "run").state()["plan"] == {}, "it went on with other roles"
+
+
+def test_a_report_has_the_launcher_s_log_and_one_of_each_role_however_many_there_are(run_dir: Path) -> None:
+    add_steps(run_dir, 1, 1)
+    logs = run_dir / "logs"
+    for name in ("launcher", *(f"{role}/{rank}" for role in ("actor", "rollout") for rank in range(30))):
+        (logs / name).parent.mkdir(parents=True, exist_ok=True)
+        (logs / f"{name}.log").write_text(f"said by {name}\n")
+    text = write_report(run_dir).read_text()
+    assert all(f"said by {name}" in text for name in ("launcher", "actor/0", "rollout/0"))
+    assert "said by rollout/29" not in text and "rollout/29" in text
 
 
 # The server
