@@ -1,5 +1,6 @@
 """What SFT trains of a row, against what the text says."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -150,6 +151,39 @@ def test_published_templates_tell_the_assistants_tokens(
         reply + end for reply in replies
     )
     assert row.text == tokenizer.apply_chat_template(talk, tokenize=False)
+
+
+BLOCKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    "answer", ["It is 42.", "bye \U0001fabf", "hello ", "  hello", "\n\nTwo", "\u597d\u7684\u9f98", ""]
+)
+def test_a_block_is_trained_to_its_last_byte_and_with_its_end_whatever_it_holds(
+    monkeypatch: pytest.MonkeyPatch, answer: str, *, given: bool, trims: bool
+) -> None:
+    """Tokens of a byte each have no character of their own, and some tokenizers leave spaces out of a token's place."""
+    from tokenizers import processors
+
+    tokenizer = copy.deepcopy(tokenizer_of_family("smollm2", BLOCKS))
+    if trims:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    monkeypatch.setattr("workers.data.supervised_rows.eos_token_ids", lambda path: (end,))
+    talk = [{"role": "user", "content": "42?"}, {"role": "assistant", "content": answer}] * 2
+    row = PromptRow(talk[:3], "", 1, completion=talk[3:]) if given else PromptRow([], "", 1, completion=talk)
+    config = DataConfig(path="rows.jsonl", chat_template=True, completion_field="messages")
+    made = SupervisedTokens(config, model_dir=QUICKSTART, tokenizer=tokenizer).tokenize_row(row)
+    assert made.mask is not None
+    found = [token for token, counts in zip(made.tokens, made.mask, strict=True) if counts]
+    assert tokenizer.decode(found) == f"{answer}<|im_end|>" * (1 if given else 2)
+    assert tokenizer.decode(made.tokens) == tokenizer.apply_chat_template(talk, tokenize=False)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,15 @@ class SupervisedTokens:
 
     def _of_messages(self, row: PromptRow) -> tuple[str, list[int], list[int]]:
         given, messages = self._messages(row)
-        text = self._render(row, messages)
         if self._has_blocks:
-            tokens, mask = self._masked_by_template(row, messages, given)
+            text, spans = self._marked_spans(row, messages, given)
         else:
+            text = self._render(row, messages)
             spans = list(self._assistant_spans(row, messages, given, text))
-            tokens, found = self._tokens_with_spans(row, text, spans, special=False)
-            mask = [0] * len(tokens)
-            for begin, end in found:
-                mask[begin:end] = [1] * (end - begin)
+        tokens, found = self._tokens_with_spans(row, text, spans, special=False)
+        mask = [0] * len(tokens)
+        for begin, end in found:
+            mask[begin:end] = [1] * (end - begin)
         # A model that never sees an end never ends.
         for place in range(1, len(tokens)):
             if tokens[place] in self._ends and mask[place - 1] and tokens[place - 1] not in self._ends:
@@ -124,18 +125,27 @@ class SupervisedTokens:
             rest.insert(0, {"role": "system", "content": self._config.system_prompt})
         return 0, rest
 
-    def _masked_by_template(self, row: PromptRow, messages: list[Message], given: int) -> tuple[list[int], list[int]]:
-        found = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._options(row)
-        )
-        tokens, mask = list(found["input_ids"]), list(found["assistant_masks"])
-        if given:  # earlier answers of the prompt are not trained
-            before = self._render(row, messages[:given], opens=True)
-            ids = self._tokenizer(before, add_special_tokens=False)["input_ids"]
-            if tokens[: len(ids)] != list(ids):
-                raise self._unlike(row, messages[given - 1])
-            mask[: len(ids)] = [0] * len(ids)
-        return tokens, mask
+    def _marked_spans(self, row: PromptRow, messages: list[Message], given: int) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and where in it the template's blocks are, each with the end token right behind it. (Not the
+        mask that `apply_chat_template` gives: what it takes for a block's last token differs by version.)"""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = self._options(row)
+        template = self._tokenizer.get_chat_template(tools=options.get("tools"))
+        with self._template_at(row):
+            texts, found = render_jinja_template(
+                [messages], chat_template=template, return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map, **options,
+            )  # fmt: skip
+        text = str(texts[0])
+        before = self._render(row, messages[:given], opens=True) if given else ""
+        if not text.startswith(before):
+            raise self._unlike(row, messages[given - 1])
+        spans = []
+        for begin, end in found[0]:
+            ends = [len(one) for one in self._end_texts if text.startswith(one, end)]
+            spans.append((max(begin, len(before)), end + max(ends, default=0)))
+        return text, [(begin, end) for begin, end in spans if begin < end]  # earlier answers are not trained
 
     def _assistant_spans(
         self, row: PromptRow, messages: list[Message], given: int, text: str
@@ -166,9 +176,14 @@ class SupervisedTokens:
         borders = sorted({place for span in spans for place in span})
         if getattr(self._tokenizer, "is_fast", False):
             whole = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            found = token_borders(whole["offset_mapping"], borders)
-            if found is not None:
-                return list(whole["input_ids"]), [(found[begin], found[end]) for begin, end in spans]
+            ids, offsets = list(whole["input_ids"]), whole["offset_mapping"]
+            found = token_borders(offsets, borders)
+            if found is not None and all(
+                self._tokenizer(text[:border], add_special_tokens=special)["input_ids"][:count] == ids[:count]
+                for border, count in found.items()
+                if 0 < count < len(ids) and offsets[count - 1][1] < offsets[count][0]  # whose is what lies between?
+            ):
+                return ids, [(found[begin], found[end]) for begin, end in spans]
         # A token would span a border: a generating model reads the prompt's own tokens, and so the pieces are tokenized
         # apart.
         pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
@@ -190,12 +205,17 @@ class SupervisedTokens:
         return [*tokens] if tokens[-1:] and tokens[-1] in self._ends else [*tokens, self._end]
 
     def _render(self, row: PromptRow, messages: list[Message], *, opens: bool = False) -> str:
-        try:
+        with self._template_at(row):
             return str(
                 self._tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=opens, **self._options(row)
                 )
             )
+
+    @contextmanager
+    def _template_at(self, row: PromptRow) -> Iterator[None]:
+        try:
+            yield
         except ConfigError:
             raise
         except Exception as error:
