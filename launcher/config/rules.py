@@ -388,7 +388,8 @@ AT_START: Rules = {
     "a URL, reward.model)": lambda run: (
         run.data.ground_truth_field is None
         and _is_compared(run)
-        and not (run.reward.group_function or run.reward.model or run.algorithm.is_supervised)
+        and not (run.reward.group_function or run.reward.model)
+        and run.algorithm.uses_rewards
     ),
     "algorithm.group_filter: zero_variance cannot be used with reward.model, under which the rewards of a group are "
     "practically never all equal; set it to null": lambda run: (

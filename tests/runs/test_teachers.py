@@ -68,6 +68,24 @@ def divergences(run_dir: Path, paths: Mapping[str, Path]) -> dict[int, tuple[flo
     }
 
 
+def test_prompts_without_answers_are_learned_from_and_nothing_is_said_of_their_rewards(tmp_path: Path) -> None:
+    prompts = [{"prompt": line["prompt"]} for line in command.lines(QUICKSTART / "train.jsonl")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    teacher = make_model(tmp_path / "teacher", 0.5)
+    settings = (
+        "algorithm={name: distill, top_k: 8}",
+        f"ref.path={teacher}",
+        "data.path=prompts.jsonl",
+        "actor.lr=3e-3",
+    )
+    given = [word for setting in (*settings, "data.ground_truth_field=null") for word in ("--set", setting)]
+    done = command.run("quickstart", *given, "--steps", "4", "--run-dir", "run", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    steps = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["reward_mean"], line["accuracy"], line["reward_failures"]) for line in steps] == [(None, None, 0)] * 4
+    assert min(line["kl"] for line in steps) < 0.7 * steps[0]["kl"]  # it comes near, and at this rate may pass by
+
+
 @pytest.mark.timeout(900)
 def test_rows_have_their_own_teacher_and_reference_though_both_are_killed_and_the_run_is_resumed(
     tmp_path: Path,

@@ -62,6 +62,17 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
 
 
+def test_a_step_of_which_nothing_was_scored_has_no_reward_and_where_nothing_is_scored_no_failure() -> None:
+    batch = make_batch([0, 1, 2])
+    unscored = PackedBatch((0, 1, 2), {**batch.columns, "rewards": Column.of_scalars(torch.full((3,), math.nan))})
+    for rewarded, failures in ((True, 3), (False, 0)):
+        totals = StepTotals()
+        totals.add_batch(unscored, step=5, admitted_step=5, rewarded=rewarded)
+        metrics = totals.to_metrics()
+        assert [metrics[name] for name in ("reward_mean", "reward_std", "accuracy")] == [None] * 3
+        assert metrics["reward_failures"] == failures
+
+
 def test_histograms_of_several_ranks_add_up() -> None:
     totals = StepTotals.merge_parts([totals_of([0, 2], 5), totals_of([1], 1), totals_of([1], 1), StepTotals()])
     assert totals.to_histograms() == {

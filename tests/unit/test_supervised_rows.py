@@ -99,6 +99,16 @@ def test_after_a_prompt_of_messages_only_the_completion_is_trained(
     assert trained(model_dir, row, template, completion_field="completion")[1] == ["2<eos>"]
 
 
+def test_a_conversation_may_begin_with_a_greeting_and_a_text_beside_it_is_not_guessed_at(model_dir: Path) -> None:
+    talk = [{"role": "assistant", "content": "7"}, *CONVERSATION[:2]]
+    text, pieces = trained(model_dir, {"messages": talk}, PLAIN, completion_field="messages")
+    assert text.startswith("=7<eos>+") and pieces == ["7<eos>", "8<eos>"]
+    with pytest.raises(ConfigError, match="whether that comes before cannot be told; set data.prompt_field"):
+        trained(model_dir, {"messages": talk, "prompt": "summary"}, PLAIN, completion_field="messages")
+    row = {"messages": talk, "prompt": [{"role": "user", "content": "3"}]}
+    assert trained(model_dir, row, PLAIN, completion_field="messages")[0].startswith("+3=7<eos>")
+
+
 def test_a_text_prompt_becomes_the_users_message(model_dir: Path) -> None:
     text, pieces = trained(model_dir, {"prompt": "3+5", "answer": "8"}, PLAIN, completion_field="answer")
     assert (text, pieces) == ("+3+5=8<eos>+", ["8<eos>"])

@@ -339,7 +339,7 @@ def _prompt_and_completion(
         completion = _messages(completion, name, config, where)
         if not any(one["role"] == "assistant" for one in completion):
             raise ConfigError(f"{where}: {name!r} has no message of the assistant, so nothing is trained; remove it")
-        if completion[0]["role"] != "assistant":
+        if _is_whole_conversation(completion, field_of(row, config.prompt_field), name, config, where):
             if config.prompt_template != PLACEHOLDER:
                 raise ConfigError(
                     f"{where}: {name!r} is a whole conversation, which data.prompt_template is not applied to; leave "
@@ -354,6 +354,19 @@ def _prompt_and_completion(
         raise ConfigError(f"{where}: {name!r} is empty, so nothing is trained; remove the row")
     prompt, _ = _prompt_and_ground_truth(row, config.model_copy(update={"ground_truth_field": None}), where)
     return prompt, completion
+
+
+def _is_whole_conversation(messages: Sequence[Message], prompt: Any, name: str, config: DataConfig, where: str) -> bool:
+    """Return whether nothing stands before these messages. One may begin with the assistant's greeting."""
+    if messages[0]["role"] != "assistant" or not any(one["role"] == "user" for one in messages):
+        return bool(messages[0]["role"] != "assistant")
+    if prompt is not _ABSENT and not isinstance(prompt, list):
+        raise ConfigError(
+            f"{where}: {name!r} begins with the assistant and goes on with the user, and {config.prompt_field!r} is "
+            f"{kind_of(prompt)}, so whether that comes before cannot be told; set data.prompt_field to the messages "
+            f"before it, or to a name that no row has"
+        )
+    return prompt is _ABSENT
 
 
 def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:

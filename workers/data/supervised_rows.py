@@ -154,12 +154,18 @@ class SupervisedTokens:
         for place, message in enumerate(messages):
             if place < given or message["role"] != "assistant":
                 continue
-            before = self._render(row, messages[:place], opens=True) if place else ""
             until = self._render(row, messages[: place + 1])
+            before = self._render(row, messages[:place], opens=True) if place else self._opening(row, until)
             if not (until.startswith(before) and text.startswith(until)):
                 raise self._unlike(row, message)
             ends = [until.rfind(end, len(before)) + len(end) for end in self._end_texts if end in until[len(before) :]]
             yield len(before), max(ends, default=len(until))
+
+    def _opening(self, row: PromptRow, greeting: str) -> str:
+        """Return what stands before a first message's content; many templates cannot be asked without a message."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        opens = self._render(row, question, opens=True).removeprefix(self._render(row, question))
+        return greeting[: greeting.find(opens) + len(opens)] if opens in greeting else ""
 
     def _unlike(self, row: PromptRow, message: Message) -> ConfigError:
         return ConfigError(

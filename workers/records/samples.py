@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ class SampleLog:
             "prompt": scored.prompt,
             "response": scored.response,
             "ground_truth": scored.ground_truth,
-            "reward": None if scored.failure else scored.reward,
+            "reward": scored.reward if math.isfinite(scored.reward) else None,
             "correct": scored.correct,
             **({"turn_rewards": list(scored.turn_rewards)} if scored.turn_rewards else {}),
             "response_tokens": rollout.log_probs_A.numel(),

@@ -131,11 +131,14 @@ class StepRecord:
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
-    def add_rows(self, batch: PackedBatch, lines: list[dict[str, Any]], *, admitted_step: int) -> None:
-        """Count rows that this rank got, all admitted for one step, and keep their ledger lines."""
+    def add_rows(
+        self, batch: PackedBatch, lines: list[dict[str, Any]], *, admitted_step: int, rewarded: bool = True
+    ) -> None:
+        """Count rows that this rank got, all admitted for one step, and keep their ledger lines; `rewarded`: one
+        without a reward is a failure."""
         self.num_rows += len(batch)
         self.ledger += lines
-        self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
+        self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step, rewarded=rewarded)
 
     def add_loss(
         self, model: TrainedModel, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]

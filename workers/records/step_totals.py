@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import xxhash
@@ -65,7 +66,7 @@ class StepTotals:
     def add_to_sum(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
+    def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int, rewarded: bool = True) -> None:
         """Count N >= 1 samples that `step` trains: columns `tokens rewards correct truncated versions`, optionally
         `reward_parts sources`; of SFT, whose samples nobody drew, `tokens` and `response_mask`."""
         if "versions" not in batch.columns:
@@ -87,7 +88,7 @@ class StepTotals:
         self.add_to_sum("reward_squared", float((rewards**2).sum()))
         self.add_to_sum("correct", float(batch["correct"].values[has_reward].sum()))
         self.add_to_sum("failed_rollouts", int((lengths == 0).sum()))
-        self.add_to_sum("failed_rewards", int((~has_reward & (lengths > 0)).sum()))
+        self.add_to_sum("failed_rewards", int((~has_reward & (lengths > 0)).sum()) if rewarded else 0)
         self.add_to_sum("truncated", float(batch["truncated"].values.sum()))
         self.add_to_sum("staleness", float(staleness_N.sum()))
         self.add_to_sum("late", len(batch) * (admitted_step < step))
@@ -178,11 +179,12 @@ class StepTotals:
             whole.staleness_max = max(whole.staleness_max, part.staleness_max)
         return whole
 
-    def to_metrics(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, Any]:
         """Return means and population deviations under their public names.
 
-        Loss terms are means over the tokens whose loss counts, of all passes; rewards over the samples that have one;
-        everything else over all samples. SFT has no rewards, responses and ages, and so none of their metrics.
+        Loss terms are means over the tokens whose loss counts, of all passes; rewards over the samples that have one,
+        and None if none has; everything else over all samples. SFT has no rewards, responses and ages, and so none of
+        their metrics.
         """
         sums = defaultdict(float, self.sums)  # in a critic-only step the policy has no loss
         samples, scored = sums["samples"], max(1.0, sums["scored"])
@@ -202,9 +204,11 @@ class StepTotals:
             }
         return {
             **self._loss_means("loss"),
-            "reward_mean": reward_mean,
-            "reward_std": reward_std,
-            "accuracy": sums["correct"] / scored,
+            **(
+                {"reward_mean": reward_mean, "reward_std": reward_std, "accuracy": sums["correct"] / scored}
+                if sums["scored"]
+                else {"reward_mean": None, "reward_std": None, "accuracy": None}
+            ),
             "reward_failures": int(sums["failed_rewards"]),
             "rollout_failures": int(sums["failed_rollouts"]),
             "response_tokens_mean": tokens_mean,

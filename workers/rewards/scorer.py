@@ -75,6 +75,7 @@ class Scorer:
 
     Args:
         failed: called by any thread with one line per response that could not be scored.
+        scores: False: nothing has a reward, see `RunConfig.has_rewards`.
         has_parts: put parts of rewards, or rollouts' own numbers, into a column; None: if the function is a user's.
     """
 
@@ -84,10 +85,11 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         failed: Callable[[str], None] = lambda why: None,
+        scores: bool = True,
         has_parts: bool | None = None,
     ) -> None:
         self._function = load_reward(config)
-        self._compares = not config.is_users
+        self._compares, self._scores = not config.is_users, scores
         self._in_groups = config.group_function is not None
         self._has_parts = config.is_users if has_parts is None else has_parts
         self._failed = failed
@@ -186,9 +188,12 @@ class Scorer:
     def _compared_with_nothing(self, work: _Work) -> "Future[Score] | None":
         """Return the score of a row without a ground truth, for which a built-in reward would call an empty reply
         right."""
+        score: Future[Score] = Future()
+        if not self._scores:
+            score.set_result(Score(math.nan, correct=False))
+            return score
         if not self._compares or work.ground_truth.strip():
             return None
-        score: Future[Score] = Future()
         if work.text is None or self._in_groups:
             score.set_result(Score(0.0, correct=False))
         else:

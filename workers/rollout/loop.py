@@ -194,7 +194,9 @@ class RolloutLoop:
         if "rewards" in task.fused:
             tokenizer = context.load_tokenizer()
             parts = config.has_reward_parts
-            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, has_parts=parts)
+            self._scorer = Scorer(
+                config.reward, tokenizer, failed=context.reward_failed, scores=config.has_rewards, has_parts=parts
+            )
         size = config.schedule.n_samples_per_prompt
         self._filter = load_group_filter(config.algorithm, group_size=size) if self._scorer else None
         self._group_reward = None

@@ -226,6 +226,11 @@ class PolicyConfig(Settings):
         return False
 
     @property
+    def uses_rewards(self) -> bool:
+        """Whether rewards say what is learned; otherwise they are only measured, and may be missing."""
+        return not self.is_supervised
+
+    @property
     def whole_step(self) -> bool:
         """Whether advantages are normalized over the step, so that training waits for the step's last row."""
         return False
@@ -596,6 +601,10 @@ class DistillConfig(PPOClipConfig, PolicyConfig):
     @property
     def min_group_size(self) -> int:
         return 2 if self.reward_coef else 1
+
+    @property
+    def uses_rewards(self) -> bool:
+        return self.reward_coef > 0
 
     def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
         tasks = super().tasks(old_log_probs=old_log_probs)

@@ -551,6 +551,13 @@ class RunConfig(Settings):
         return updated or self.algorithm.has_reward_penalty
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether responses are scored. A teacher alone does without, where there is nothing to compare with."""
+        reward = self.reward
+        compares = not (self.rollout.is_own or reward.is_users or reward.group_function or reward.model)
+        return self.algorithm.uses_rewards or not compares or self.data.ground_truth_field is not None
+
+    @property
     def has_reward_parts(self) -> bool:
         """Whether the metrics show the parts of rewards, or what rollouts report about themselves."""
         return (self.reward.is_users or self.rollout.is_own) and not self.algorithm.is_supervised

@@ -94,7 +94,7 @@ class Rewards(ColumnTask):
         self._scorer: Scorer | None = None
         if context.rank == 0:  # if ranks share the model, only one calls the function
             tokenizer = context.load_tokenizer()
-            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
+            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, scores=config.has_rewards)
 
     def compute_columns(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct`. The function gets the drawn tokens as text, the model the row's last sample.

@@ -216,7 +216,8 @@ class Actor:
             time_s=self._context.elapsed_s,
             with_rewards=self._config.data.sampler is not None,
         )
-        record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
+        rewarded = self._config.has_rewards
+        record.add_rows(batch, lines, admitted_step=self._loader.round_partition, rewarded=rewarded)
 
     def commit_step(self, record: StepRecord, stopped: bool) -> bool:
         """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed, on
@@ -251,6 +252,8 @@ class Actor:
             why = self._context.last_failure(ROLLOUT) or "see the logs of the rollouts"
             setting = f"rollout.max_failed_share {self._config.rollout.max_failed_share:g}"
             return UserCodeFailed(f"{where}: {too_many} rollouts failed ({setting}), the last one: {why}; {advice}")
+        if not self._config.has_rewards:
+            return None
         why = self._context.last_failure(REWARD) or "see the logs of the ranks that score"
         if not scored:
             return no_rewards(where, why if rewards else self._context.last_failure(ROLLOUT) or why)

@@ -189,6 +189,7 @@ def test_sft_reads_no_column_of_responses_whatever_rollouts_and_rewards_are_set_
 
 
 NO_TRUTH = "data.ground_truth_field=null"
+TEACHER = "ref.path=quickstart/model"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,13 @@ NO_TRUTH = "data.ground_truth_field=null"
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "reward.function=rewards:of_mine"), ""),
         ("quickstart-sft-cpu", "actor:1", ("reward.model={path: quickstart/reward_model}",), "reward.model: has noth"),
         ("quickstart", "rollout:1,actor:1", (NO_TRUTH,), "data.ground_truth_field: null cannot be used"),
+        ("quickstart", "rollout:1,actor:1,ref:1", (NO_TRUTH, "algorithm={name: distill}", TEACHER), ""),
+        (
+            "quickstart",
+            "rollout:1,actor:1,ref:1",
+            (NO_TRUTH, "algorithm={name: distill, reward_coef: 0.5}", TEACHER),
+            "data.ground_truth_field: null cannot be used",
+        ),
         ("quickstart-reward-model-cpu", "rollout:1,actor:1,reward:1", (NO_TRUTH,), ""),
         (
             "quickstart-reward-model-cpu",
