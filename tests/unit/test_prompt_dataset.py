@@ -15,7 +15,7 @@ import configs
 from asyncflow.errors import ConfigError
 from workers.data.model_files import load_raw_tokenizer
 from workers.data.prompt_dataset import PromptDataset, epoch_order
-from workers.data.prompt_rows import PromptRow, check_prompts
+from workers.data.prompt_rows import CHUNK, PromptRow, check_prompts
 from workers.data.tokenizer import PROBES, load_tokenizer, says_all, strftime_of
 from workers.settings.data import BLOCK, DataConfig
 
@@ -50,6 +50,17 @@ def test_groups_run_on_into_the_next_epoch() -> None:
         assert Counter(prompt.position for prompt in prompts if prompt.epoch == epoch) == Counter(range(5))
     again = dataset(seed=3).prompt_of_group(7)
     assert (again.position, again.text) == (prompts[7].position, prompts[7].text)
+
+
+def test_many_rows_are_tokenized_in_pieces_that_it_tells_of() -> None:
+    """A start that says nothing for minutes counts as stuck."""
+    rows = [PromptRow(f"{i % 9}+{i}=", str(i), i + 1) for i in range(2 * CHUNK + 1)]
+    config, told = DataConfig(path="rows.jsonl", shuffle=False, overlong="skip", max_prompt_tokens=4), list[str]()
+    made = PromptDataset(rows, config, model_dir=MODEL_DIR, seed=0, progress=told.append)
+    assert told == [f"tokenized {done} of {len(rows)} rows" for done in (0, CHUNK, 2 * CHUNK)]
+    short = [row for row in rows if len(row.prompt) <= 4]
+    assert (len(made), made.num_skipped) == (len(short), len(rows) - len(short))
+    assert [made.prompt_at(k).text for k in range(len(made))] == [row.prompt for row in short]
 
 
 def test_without_shuffle_the_order_is_the_file_s() -> None:

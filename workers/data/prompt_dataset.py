@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from asyncflow.run_files import FEED_FILE
 from workers.data.feed_file import FeedFile
 from workers.data.model_files import eos_token_ids, load_raw_tokenizer
 from workers.data.prompt_rows import (
+    CHUNK,
     PromptRow,
     as_row,
     check_fit,
@@ -81,15 +82,20 @@ class Prompts(Protocol):
         """Release the source of the prompts; idempotent."""
 
 
-def open_prompts(config: RunConfig, run_dir: Path, tokenizer: Any = None) -> Prompts:
-    """Return the prompts that a run trains on; those of a feed are a read-only view of the rows put so far. Raises
-    ConfigError if the data cannot be used, UserCodeFailed if the source failed."""
+def open_prompts(
+    config: RunConfig, run_dir: Path, tokenizer: Any = None, *, progress: Callable[[str], None] = lambda done: None
+) -> Prompts:
+    """Return the prompts that a run trains on; those of a feed are a read-only view of the rows put so far.
+
+    `progress`: see `PromptDataset`. Raises ConfigError if the data cannot be used, UserCodeFailed if the source failed.
+    """
     data, model_dir, own = config.data, Path(config.model.path), config.rollout.is_own
     if data.source is None:
         rows = read_data(data, own_rollout=own)
         return PromptDataset(
             rows, data,
             model_dir=model_dir, seed=config.seed, own_rollout=own, with_tasks=config.sends_tasks, tokenizer=tokenizer,
+            progress=progress,
         )  # fmt: skip
     tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own, tokenizer=tokenizer)
     if data.is_feed:
@@ -179,6 +185,7 @@ class PromptDataset:
         rows: from `read_data`.
         own_rollout: a user's rollout function takes the rows.
         with_tasks: keep whole rows (`Prompt.task`).
+        progress: told how far it is, again and again.
 
     `num_skipped`: prompts left out because they are longer than `max_prompt_tokens`. Raises ConfigError if a prompt has
     no tokens, is too long and `overlong` is `reject`, or all are too long.
@@ -194,12 +201,23 @@ class PromptDataset:
         own_rollout: bool = False,
         with_tasks: bool = False,
         tokenizer: Any = None,
+        progress: Callable[[str], None] = lambda done: None,
     ) -> None:
         self._config = config
         self._seed = seed
         maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout, tokenizer=tokenizer)
-        made = maker.make_rows(rows)
-        kept = [i for i, row in enumerate(rows) if maker.row_fits(row, len(made[i].tokens))]
+        kept: list[int] = []
+        self._texts: list[str] = []
+        self._tokens: list[NDArray[np.int32]] = []
+        self._masks: list[NDArray[np.uint8] | None] = []
+        for begin in range(0, len(rows), CHUNK):  # a large set takes minutes, and lists of it many times its arrays
+            progress(f"tokenized {begin} of {len(rows)} rows")
+            for i, made in enumerate(maker.make_rows(rows[begin : begin + CHUNK]), begin):
+                if maker.row_fits(rows[i], len(made.tokens)):
+                    kept.append(i)
+                    self._texts.append(made.text)
+                    self._tokens.append(np.asarray(made.tokens, dtype=np.int32))
+                    self._masks.append(None if made.mask is None else np.asarray(made.mask, dtype=np.uint8))
         self.num_skipped = len(rows) - len(kept)
         left = Counter(rows[i].part for i in kept)
         check_left(rows, left, config)
@@ -210,11 +228,7 @@ class PromptDataset:
                 "%d of %d prompts are longer than data.max_prompt_tokens = %d and are skipped",
                 self.num_skipped, len(rows), config.max_prompt_tokens,
             )  # fmt: skip
-        self._texts = [made[i].text for i in kept]
         self._ground_truths = [rows[i].ground_truth for i in kept]
-        self._tokens = [np.asarray(made[i].tokens, dtype=np.int32) for i in kept]
-        masks = (made[i].mask for i in kept)
-        self._masks = [None if mask is None else np.asarray(mask, dtype=np.uint8) for mask in masks]
         self._tasks = [rows[i].task if with_tasks else "" for i in kept]
         names = config.source_names or ("",)
         self._sources = [names[rows[i].part] for i in kept]

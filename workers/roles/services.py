@@ -31,7 +31,7 @@ from workers.data.tokenizer import changed_tokenizer
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.engines.lora import adapted_modules, write_adapter
 from workers.outside.run_client import Announcement
-from workers.rank.context import ROLLOUT, WorkerContext
+from workers.rank.context import ROLLOUT, STARTING, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.records.samples import LeaseLog, kept_groups
 from workers.rows.packed_rows import supervised_columns
@@ -204,7 +204,10 @@ def run_controller(context: WorkerContext) -> None:
 
 def _open_prompts(context: WorkerContext) -> DatasetPrompts:
     config, sampler = context.config, None
-    dataset = open_prompts(config, context.run_dir, context.load_tokenizer())
+    tokenizer = context.load_tokenizer()
+    dataset = open_prompts(
+        config, context.run_dir, tokenizer, progress=lambda done: context.report_state(STARTING, done)
+    )
     if config.data.sampler is not None:
         sampler = TaskSampler(
             UserSampler(config.data, size=dataset.size, seed=config.seed),

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -127,7 +127,9 @@ class Evaluator:
         self._own = frozenset(own)
         self._last_own = own[-1]
         tokenizer = context.load_tokenizer()
-        self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1))
+        self._sets = held_out_sets_of(
+            config, tokenizer, share=share or (0, 1), progress=lambda done: context.report_state(STARTING, done)
+        )
         self._tell_too_long()
         self._sampling = sampling = config.evaluate.sampling(config.rollout)
         load = load_generate_engine if share is None else load_generating_model
@@ -376,9 +378,17 @@ class HeldOut:
         return index // self.size
 
 
-def held_out_sets_of(config: RunConfig, tokenizer: Any, *, share: tuple[int, int] = (0, 1)) -> list[HeldOut]:
-    """Read and tokenize all sets; with `share` (k, N), request only each N-th prompt from the k-th on. Raises
-    ConfigError if one cannot be read, UserCodeFailed for its source."""
+def held_out_sets_of(
+    config: RunConfig,
+    tokenizer: Any,
+    *,
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[str], None] = lambda done: None,
+) -> list[HeldOut]:
+    """Read and tokenize all sets; with `share` (k, N), request only each N-th prompt from the k-th on.
+
+    `progress`: see `PromptDataset`. Raises ConfigError if one cannot be read, UserCodeFailed for its source.
+    """
     found: list[HeldOut] = []
     rows = held_out_sets(config)
     for name, own in config.evaluate.named_sets().items():
@@ -390,6 +400,7 @@ def held_out_sets_of(config: RunConfig, tokenizer: Any, *, share: tuple[int, int
             own_rollout=config.rollout.is_own,
             with_tasks=config.sends_tasks,
             tokenizer=tokenizer,
+            progress=progress,
         )
         size, sampling = own.n_samples_per_prompt, own.sampling(config.rollout)
         prompts = [dataset.prompt_at(place) for place in range(len(dataset))]
