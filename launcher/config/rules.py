@@ -383,6 +383,10 @@ AT_START: Rules = {
         run.sends_adapter and run.rollout.engine == "openai" and run.openai.update != "vllm" and not run.openai.model
     ),
     # Data and rewards.
+    "tasks: {found} compares with a ground truth, which rows of sft do not have: what is trained is row.response; take "
+    "ground_truth out of its inputs": lambda run: (
+        run.algorithm.is_supervised and next((one.name for one in run.tasks if "ground_truth" in one.inputs), "")
+    ),
     "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "
     "with the ground truth; name the field, or a reward that needs none (module:function, "
     "a URL, reward.model)": lambda run: (

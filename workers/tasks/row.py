@@ -19,7 +19,8 @@ class TaskRow:
 
     Attributes:
         prompt, response: decoded, without special tokens; the response holds all drawn tokens, of every turn.
-        ground_truth: of the data row.
+            Of SFT the prompt is the whole row, and the response what is trained of it.
+        ground_truth: of the data row; SFT's have none.
         columns: the other inputs, one number each, by name; booleans are 0 and 1.
     """
 

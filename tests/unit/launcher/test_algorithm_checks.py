@@ -190,6 +190,7 @@ def test_sft_reads_no_column_of_responses_whatever_rollouts_and_rewards_are_set_
 
 NO_TRUTH = "data.ground_truth_field=null"
 TEACHER = "ref.path=quickstart/model"
+USERS_TASK = "tasks=[{name: of_mine, function: 'mine:weigh', inputs: [responses, ground_truth], output: loss_weights}]"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,7 @@ TEACHER = "ref.path=quickstart/model"
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "evaluate.ground_truth_field=answer"), ""),
         ("quickstart-sft-cpu", "actor:1,evaluate:1", (NO_TRUTH, "reward.function=rewards:of_mine"), ""),
         ("quickstart-sft-cpu", "actor:1", ("reward.model={path: quickstart/reward_model}",), "reward.model: has noth"),
+        ("quickstart-sft-cpu", "actor:1", (USERS_TASK,), "tasks: of_mine compares with a ground truth"),
         ("quickstart", "rollout:1,actor:1", (NO_TRUTH,), "data.ground_truth_field: null cannot be used"),
         ("quickstart", "rollout:1,actor:1,ref:1", (NO_TRUTH, "algorithm={name: distill}", TEACHER), ""),
         (
