@@ -96,7 +96,6 @@ DEAD, UPDATE, SWAP, HANDOVER, MEMORY = "dead receiver", "update", "swap", "hando
 _PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
-_TIMEOUT = timedelta(seconds=30)
 _CLOSE = {"float32": 2e-3, "bfloat16": 2e-2}
 """Largest relative difference between the CPU and a device, by autocast type; TF32 is off."""
 _ESTIMATED = 0.15
@@ -125,7 +124,7 @@ def use_from_threads(needs: Needs) -> Facts:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _TIMEOUT)
+        store.wait(["here"], timedelta(seconds=_DEADLINE_S))  # it imports torch first
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()

@@ -78,8 +78,8 @@ def test_a_generator_of_two_ranks_has_no_collective_in_flight_in_a_broadcast(run
 
 def test_without_the_pause_the_count_would_tell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WITHOUT_PAUSE", "1")
-    _, said = run("paused", num_ranks=2)
-    assert min(said["in_flight"]) > 0
+    found = run("paused", num_ranks=2, may_fail=True)
+    assert not found or min(found[1]["in_flight"]) > 0, "neither counted nor stuck, one in the other's collective"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
