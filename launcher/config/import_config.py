@@ -831,10 +831,11 @@ def _verl_algorithm(ours: Ours, get: Callable[..., Any]) -> None:
         raise _refuse(_ACTOR + "policy_loss.loss_mode", mode, "vanilla, or gspo with adv_estimator grpo")
     # verl's default of each bound is 0.2, and clip_ratio_low and _high win over clip_ratio.
     for key, theirs in (("eps_clip", "clip_ratio_low"), ("eps_clip_high", "clip_ratio_high")):
-        given = [each for each in (theirs, "clip_ratio") if get(_ACTOR + each) is not None]
-        value = get(_ACTOR + given[0]) if given else 0.2
-        if given or name == "gspo":
-            ours.set_value(f"algorithm.{key}", value, _ACTOR + given[0] if given else "verl's default")
+        given = next((_ACTOR + each for each in (theirs, "clip_ratio") if get(_ACTOR + each) is not None), None)
+        if given is not None:
+            ours.set_value(f"algorithm.{key}", get(given), given)
+        elif name == "gspo":  # ours by default are far narrower
+            ours.set_value(f"algorithm.{key}", 0.2, "verl's default")
     ours.set_value("algorithm.name", name, "algorithm.adv_estimator, policy_loss.loss_mode")
     for key, value in options.items():
         ours.set_value(f"algorithm.{key}", value, "algorithm.adv_estimator")

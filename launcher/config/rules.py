@@ -77,14 +77,10 @@ def _sets(run: RunConfig) -> list[SamplingConfig]:
     return [one.sampling(run.rollout) for one in run.evaluate.named_sets().values()]
 
 
-def _is_compared(run: RunConfig) -> bool:
-    """Whether a built-in function, which compares with the ground truth, scores responses."""
-    return not (run.reward.is_users or run.rollout.is_own)
-
-
 def _held_out_without_truth(run: RunConfig) -> str:
     """Return the section of held-out prompts whose responses would be compared with nothing, so that none is right."""
-    if "evaluate" not in run.roles or not _is_compared(run) or run.data.ground_truth_field is not None:
+    of_users = run.reward.is_users or run.rollout.is_own
+    if "evaluate" not in run.roles or of_users or run.data.ground_truth_field is not None:
         return ""
     named = run.evaluate.named_sets().items()
     return next((key_of_set(name) for name, one in named if one.ground_truth_field is None), "")
@@ -389,12 +385,7 @@ AT_START: Rules = {
     ),
     "data.ground_truth_field: null cannot be used with reward.function {reward.function}, which compares responses "
     "with the ground truth; name the field, or a reward that needs none (module:function, "
-    "a URL, reward.model)": lambda run: (
-        run.data.ground_truth_field is None
-        and _is_compared(run)
-        and not (run.reward.group_function or run.reward.model)
-        and run.algorithm.uses_rewards
-    ),
+    "a URL, reward.model)": lambda run: run.lacks_ground_truth and run.algorithm.uses_rewards,
     "algorithm.group_filter: zero_variance cannot be used with reward.model, under which the rewards of a group are "
     "practically never all equal; set it to null": lambda run: (
         run.reward.model is not None and run.algorithm.group_filter == ZERO_VARIANCE

@@ -20,7 +20,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.plan.plan_report import open_planner
 from launcher.plan.search import with_ranks
-from launcher.run.rundir import plan_of
+from launcher.run.rundir import read_plan
 from workers.settings.dataflow import OBSERVERS, TRAINERS, roles_on_device
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
@@ -226,7 +226,7 @@ class Advisor:
 def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
     """Return the predicted step time (s): the planner's for `sim` engines, otherwise the plan's; None: unknown."""
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
-        step_s = plan_of(run_dir, config.roles, config.colocated).get("step_s")
+        step_s = read_plan(run_dir, config.roles, config.colocated).get("step_s")
         return float(step_s) if isinstance(step_s, int | float) else None
     try:
         return open_planner(config, devices=config.num_devices, device=None).step_s()

@@ -178,19 +178,15 @@ def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
         raise _cannot_write(path, error) from error
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """Return the planner's choice; {} if there is no plan, a damaged one, or a link out of the run's directory."""
+def read_plan(path: Path, roles: Mapping[str, int], colocated: Sequence[str]) -> dict[str, Any]:
+    """Return the planner's choice; {} if there is no plan, a damaged one, a link out of the run's directory, or one for
+    other roles than these, which a run has that was resumed with others."""
     if not is_inside(path / PLAN_FILE, path):
         return {}
     try:
-        return dict(json.loads((path / PLAN_FILE).read_text()))
+        plan = dict(json.loads((path / PLAN_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def plan_of(path: Path, roles: Mapping[str, int], colocated: Sequence[str]) -> dict[str, Any]:
-    """Return the planner's choice if it is for these roles; a run that was resumed with others has an earlier one."""
-    plan = read_plan(path)
     same = plan.get("roles") == dict(roles) and plan.get("colocated", []) == list(colocated)
     return plan if same else {}
 

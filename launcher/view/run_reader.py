@@ -53,7 +53,7 @@ from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
 from launcher.report.report import TimeSpent, has_text, number_text
-from launcher.run.rundir import is_inside, plan_of
+from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
 from launcher.timeline.run_timeline import CATEGORIES, RunTimeline, end_of_step, in_order, newest_spans, spans_between
@@ -439,7 +439,7 @@ class RunReader:
     def _plan(self) -> Fields:
         settings = self.settings()
         roles, colocated = settings.get("roles"), settings.get("colocated")
-        return plan_of(self.run_dir, roles, colocated or ()) if isinstance(roles, Mapping) else {}
+        return read_plan(self.run_dir, roles, colocated or ()) if isinstance(roles, Mapping) else {}
 
     def settings_text(self) -> str:
         """Return `config.yaml` as it is, or why it is not shown."""

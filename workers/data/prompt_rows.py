@@ -358,8 +358,10 @@ def _prompt_and_completion(
 
 def _is_whole_conversation(messages: Sequence[Message], prompt: Any, name: str, config: DataConfig, where: str) -> bool:
     """Return whether nothing stands before these messages. One may begin with the assistant's greeting."""
-    if messages[0]["role"] != "assistant" or not any(one["role"] == "user" for one in messages):
-        return bool(messages[0]["role"] != "assistant")
+    if messages[0]["role"] != "assistant":
+        return True
+    if not any(one["role"] == "user" for one in messages):
+        return False
     if prompt is not _ABSENT and not isinstance(prompt, list):
         raise ConfigError(
             f"{where}: {name!r} begins with the assistant and goes on with the user, and {config.prompt_field!r} is "

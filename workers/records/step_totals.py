@@ -204,11 +204,9 @@ class StepTotals:
             }
         return {
             **self._loss_means("loss"),
-            **(
-                {"reward_mean": reward_mean, "reward_std": reward_std, "accuracy": sums["correct"] / scored}
-                if sums["scored"]
-                else {"reward_mean": None, "reward_std": None, "accuracy": None}
-            ),
+            "reward_mean": reward_mean if sums["scored"] else None,
+            "reward_std": reward_std if sums["scored"] else None,
+            "accuracy": sums["correct"] / scored if sums["scored"] else None,
             "reward_failures": int(sums["failed_rewards"]),
             "rollout_failures": int(sums["failed_rollouts"]),
             "response_tokens_mean": tokens_mean,

@@ -187,14 +187,13 @@ class Scorer:
 
     def _compared_with_nothing(self, work: _Work) -> "Future[Score] | None":
         """Return the score of a row without a ground truth, for which a built-in reward would call an empty reply
-        right."""
+        right; NaN where nothing is scored."""
+        if self._scores and (not self._compares or work.ground_truth.strip()):
+            return None
         score: Future[Score] = Future()
         if not self._scores:
             score.set_result(Score(math.nan, correct=False))
-            return score
-        if not self._compares or work.ground_truth.strip():
-            return None
-        if work.text is None or self._in_groups:
+        elif work.text is None or self._in_groups:
             score.set_result(Score(0.0, correct=False))
         else:
             score.set_exception(

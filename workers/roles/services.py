@@ -204,10 +204,8 @@ def run_controller(context: WorkerContext) -> None:
 
 def _open_prompts(context: WorkerContext) -> DatasetPrompts:
     config, sampler = context.config, None
-    tokenizer = context.load_tokenizer()
-    dataset = open_prompts(
-        config, context.run_dir, tokenizer, progress=lambda done: context.report_state(STARTING, done)
-    )
+    told = functools.partial(context.report_state, STARTING)
+    dataset = open_prompts(config, context.run_dir, context.load_tokenizer(), progress=told)
     if config.data.sampler is not None:
         sampler = TaskSampler(
             UserSampler(config.data, size=dataset.size, seed=config.seed),

@@ -127,9 +127,8 @@ class Evaluator:
         self._own = frozenset(own)
         self._last_own = own[-1]
         tokenizer = context.load_tokenizer()
-        self._sets = held_out_sets_of(
-            config, tokenizer, share=share or (0, 1), progress=lambda done: context.report_state(STARTING, done)
-        )
+        told = partial(context.report_state, STARTING)
+        self._sets = held_out_sets_of(config, tokenizer, share=share or (0, 1), progress=told)
         self._tell_too_long()
         self._sampling = sampling = config.evaluate.sampling(config.rollout)
         load = load_generate_engine if share is None else load_generating_model

@@ -553,9 +553,14 @@ class RunConfig(Settings):
     @property
     def has_rewards(self) -> bool:
         """Whether responses are scored. A teacher alone does without, where there is nothing to compare with."""
+        return self.algorithm.uses_rewards or not self.lacks_ground_truth
+
+    @property
+    def lacks_ground_truth(self) -> bool:
+        """Whether responses would be compared with a ground truth that the data do not have."""
         reward = self.reward
         compares = not (self.rollout.is_own or reward.is_users or reward.group_function or reward.model)
-        return self.algorithm.uses_rewards or not compares or self.data.ground_truth_field is not None
+        return compares and self.data.ground_truth_field is None
 
     @property
     def has_reward_parts(self) -> bool:
