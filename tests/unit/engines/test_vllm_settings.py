@@ -50,6 +50,12 @@ def arguments(config: VllmConfig, device: torch.device, *, sleeps: bool = False)
     return engine_arguments(Path("model"), model, config, plan, max_len=64, num_slots=4, device=device, sleeps=sleeps)
 
 
+def variables(
+    config: VllmConfig, device: torch.device, *, dtype: str = "bfloat16", joins_groups: bool = False
+) -> dict[str, str | None]:
+    return process_variables(config, device, dtype=dtype, sockets="/tmp", joins_groups=joins_groups)
+
+
 def test_log_probs_are_those_of_the_kept_tokens_where_masks_are_kept() -> None:
     """vLLM refuses masks with any other mode."""
     given = {"max_response_tokens": 8, "engine": "vllm", "top_k": 5, "temperature": 0.5, "keep_sampling_mask": True}
@@ -120,8 +126,8 @@ def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_sid
     given = arguments(config, CUDA)
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
     assert arguments(VllmConfig(), CUDA)["distributed_executor_backend"] == "uni"
-    assert process_variables(config, CUDA, sockets="/tmp")["CUDA_VISIBLE_DEVICES"] == "1,2"
-    threads = [int(process_variables(each, CPU, sockets="/tmp")["OMP_NUM_THREADS"]) for each in (VllmConfig(), config)]
+    assert variables(config, CUDA)["CUDA_VISIBLE_DEVICES"] == "1,2"
+    threads = [int(variables(each, CPU)["OMP_NUM_THREADS"] or 0) for each in (VllmConfig(), config)]
     assert threads[1] == max(1, threads[0] // 2)
 
 
@@ -130,19 +136,25 @@ def test_processes_of_vllm_stay_on_loopback_unless_they_join_the_trainers_groups
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    alone, joined = (
-        process_variables(VllmConfig(), CPU, sockets="/tmp", joins_groups=joins) for joins in (False, True)
-    )
+    alone, joined = (variables(VllmConfig(), CPU, joins_groups=joins) for joins in (False, True))
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     assert (joined["GLOO_SOCKET_IFNAME"], joined["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
 
 
 def test_the_first_rank_of_vllm_serves_its_store_under_torchruns_agent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it would wait for the agent to serve one
-    with variables_set(process_variables(VllmConfig(), CUDA, sockets="/tmp")):
+    with variables_set(variables(VllmConfig(), CUDA)):
         found = dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=timedelta(seconds=5))
         store, _, _ = next(found)
     store.set("here", "1")
+
+
+def test_vllm_on_a_gpu_computes_float32_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    assert variables(VllmConfig(), CUDA, dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in variables(VllmConfig(), CUDA, dtype="bfloat16")
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert variables(VllmConfig(), CUDA, dtype="float32")["TRITON_F32_DEFAULT"] == "tf32x3"
 
 
 def test_child_sees_its_devices_alone() -> None:

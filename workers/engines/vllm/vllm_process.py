@@ -41,6 +41,7 @@ MASK_ARGUMENT, RUNNER_VARIABLE = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNN
 ADAPTER, ADAPTER_ID = "asyncflow", 1
 NO_ADAPTERS: Mapping[str, Any] = {}
 _GB = 10**9
+TRITON_PRECISION = "TRITON_F32_DEFAULT"
 _CPU_CACHE_GB = 1.0
 _BATCHED_TOKENS = 8192  # of a step of vLLM's on an accelerator
 _LONGEST_SOCKET = 107  # bytes in the name of a Unix socket
@@ -63,7 +64,9 @@ class VllmProcess:
     ) -> None:
         self._sockets = socket_directory()
         try:
-            variables = process_variables(config, device, sockets=self._sockets.name, joins_groups=joins_groups)
+            variables = process_variables(
+                config, device, dtype=arguments["dtype"], sockets=self._sockets.name, joins_groups=joins_groups
+            )
             with variables_set(variables), tied_children():
                 self.llm = _started(arguments)
         except BaseException:
@@ -171,12 +174,13 @@ def has_request_seeds(config: VllmConfig, device: torch.device) -> bool:
 
 
 def process_variables(
-    config: VllmConfig, device: torch.device, *, sockets: str, joins_groups: bool = False
+    config: VllmConfig, device: torch.device, *, dtype: str, sockets: str, joins_groups: bool = False
 ) -> dict[str, str | None]:
     """Return the environment of vLLM's processes; None: the variable is not set.
 
     Args:
         device: of its first rank.
+        dtype: vLLM's, of weights and computation.
         sockets: directory for socket files.
         joins_groups: its ranks join broadcasts of weights, whichever host the trainer is on.
     """
@@ -204,6 +208,9 @@ def process_variables(
             # Only tells the CPU platform that the model may live in the engine's process rather than a third one.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
+    elif dtype == "float32":
+        # Triton's attention would multiply in TF32: log-probabilities up to 0.04 from the trainer's, 1e-4 without.
+        variables[TRITON_PRECISION] = os.environ.get(TRITON_PRECISION, "ieee")
     return variables
 
 
