@@ -310,10 +310,12 @@ class RowTrace:
         return log_prob_gaps(self.samples[0].get("log_probs") or (), mine[-1]["log_probs"])
 
     def moments(self, lineage: int) -> list[tuple[float, str, str]]:
-        """Return (time_s, what happened, the timeline's process) of a lineage, in order: leases, and the training."""
+        """Return (time_s, what happened, the timeline's process) of a lineage, in order: leases, drawing, training."""
         found = [
             (_when(line)[1], _lease_text(line), _process(line)) for line in self.leases if _when(line)[0] == lineage
         ]
+        drawn = [line for line in self.samples if line.get("lineage") == lineage]
+        found += [(line["time_s"], f"drawn and scored by {line['worker']}", f"{line['worker']}-0") for line in drawn]
         taken = [line for line in self.trained if line["lineage"] == lineage]
         found += [(line["time_s"], f"trained in step {line['step']}", "actor-0") for line in taken]
         return sorted(found)
@@ -375,6 +377,8 @@ def _sample_lines(sample: Fields) -> list[str]:
         f"  drawn by {sample['worker']} for step {sample['step']}: {sample.get('response_tokens', '?')} tokens, "
         f"{reward}{cut}"
     ]
+    if "time_s" in sample:
+        lines.append(f"    drawn and scored at {sample['time_s']:.3f} s (lineage {sample['lineage']})")
     begin = 0
     for version, count in sample.get("versions") or ():
         lines.append(f"    tokens {begin} to {begin + count - 1}: version {version}")
@@ -386,7 +390,7 @@ def _sample_lines(sample: Fields) -> list[str]:
 
 
 def _when(line: Fields) -> tuple[int, float]:
-    return line.get("lineage", 0), line["time_s"]  # earlier versions wrote no lineage
+    return line.get("lineage", 0), line["time_s"]  # earlier versions wrote no lineage, and of samples no time
 
 
 def _lease_text(lease: Fields) -> str:

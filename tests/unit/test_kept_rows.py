@@ -75,7 +75,7 @@ def scored(text: str) -> ScoredResponse:
 
 
 def test_of_the_rollouts_of_a_put_the_kept_ones_are_written(run_dir: Path) -> None:
-    log = SampleLog(run_dir, "rollout-0", kept=KEPT)
+    log = SampleLog(run_dir, "rollout-0", kept=KEPT, now=lambda: (2, 1.23456))
     rollouts = [rollout(10, [3, 3, 4]), rollout(11, [3]), rollout(12, []), rollout(13, [5] * (MOST_TOKENS + 1))]
     log.write(rollouts, [scored(text) for text in "abcd"], [8, 2, 9, 1], step=2)
     log.write([rollout(14, [3])], [scored("e")], [7], step=2)
@@ -90,6 +90,7 @@ def test_of_the_rollouts_of_a_put_the_kept_ones_are_written(run_dir: Path) -> No
     assert [line["versions"] for line in found] == [[[3, 2], [4, 1]], [], [[5, MOST_TOKENS + 1]]]
     assert [len(line["log_probs"]) for line in found] == [3, 0, MOST_TOKENS]
     assert found[0]["log_probs"] == [-0.5] * 3 and found[0]["prompt"] == "1+1=" and found[0]["step"] == 2
+    assert [(line["lineage"], line["time_s"]) for line in found] == [(2, 1.235)] * 3
 
 
 class Text(str):
@@ -98,7 +99,7 @@ class Text(str):
 
 @pytest.mark.parametrize("content", [Text("hi"), "half of a pair: \ud83d", {None: math.nan}])
 def test_what_users_functions_return_costs_no_line(run_dir: Path, content: object) -> None:
-    log = SampleLog(run_dir, "rollout-0", kept=KEPT)
+    log = SampleLog(run_dir, "rollout-0", kept=KEPT, now=lambda: (2, 1.23456))
     talk = [{"role": "user", "content": content}]
     log.write([rollout(10, [3], conversations=[talk]), rollout(11, [3])], [scored("a"), scored("b")], [0, 0], step=1)
     log.close()

@@ -88,13 +88,13 @@ def scorer(model_dir: Path) -> Iterator[GatedScorer]:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Iterator[SampleLog]:
-    log = SampleLog(tmp_path, "rollout-0", kept=KeptGroups(8, 32))
+    log = SampleLog(tmp_path, "rollout-0", kept=KeptGroups(8, 32), now=lambda: (0, 1.0))
     yield log
     log.close()
 
 
 def test_samples_whose_directory_cannot_be_made_cost_the_run_nothing(tmp_path: Path) -> None:
-    SampleLog(tmp_path / "gone", "rollout-0", kept=KeptGroups(8, 32)).close()
+    SampleLog(tmp_path / "gone", "rollout-0", kept=KeptGroups(8, 32), now=lambda: (0, 1.0)).close()
     assert not (tmp_path / "gone").exists()
 
 

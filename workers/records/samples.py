@@ -66,10 +66,20 @@ class SampleLog:
     """Writes the responses of kept groups that this instance generated.
 
     Args:
+        now: the lineage, and seconds since the command started, which a resumed run counts anew.
         tokenizer: None: do not show tokens.
     """
 
-    def __init__(self, run_dir: Path, gang: str, *, kept: KeptGroups, tokenizer: Any | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        gang: str,
+        *,
+        kept: KeptGroups,
+        now: Callable[[], tuple[int, float]],
+        tokenizer: Any | None = None,
+    ) -> None:
+        self._now = now
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}  # of tokens: asking the tokenizer for each took most of a line's time
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
@@ -82,7 +92,9 @@ class SampleLog:
         places = self._kept.find_places(groups)
         if not places or self._file.closed:
             return
-        lines = [_encode(self._line(rollouts[k], scores[k], step=step, group=groups[k])) for k in places]
+        lineage, time_s = self._now()
+        said = {"step": step, "lineage": lineage, "time_s": round(time_s, 3)}
+        lines = [_encode({**said, **self._line(rollouts[k], scores[k], group=groups[k])}) for k in places]
         try:
             self._file.write(b"".join(lines))
             self._file.flush()
@@ -90,10 +102,9 @@ class SampleLog:
             logger.warning("samples: %s; this process shows no more", error)
             self.close()
 
-    def _line(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> dict[str, Any]:
+    def _line(self, rollout: FinishedRollout, scored: ScoredResponse, *, group: int) -> dict[str, Any]:
         versions = version_spans(rollout.versions_A)
         line: dict[str, Any] = {
-            "step": step,
             "group": group,
             "index": rollout.index,
             "version": versions[0][0] if versions else None,

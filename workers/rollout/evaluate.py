@@ -143,7 +143,7 @@ class Evaluator:
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             kept=KeptGroups(config.rollout.samples_per_step, sum(one.num_prompts for one in self._sets)),
-            tokenizer=tokenizer,
+            now=lambda: (context.job.lineage, context.elapsed_s), tokenizer=tokenizer,
         )  # fmt: skip
         self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
         self._version: Version | None = None

@@ -204,7 +204,7 @@ class RolloutLoop:
             self._group_reward = GroupReward(config.reward, group_size=size, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            kept=kept_groups(config), tokenizer=tokenizer,
+            kept=kept_groups(config), now=lambda: (self._lineage, context.elapsed_s), tokenizer=tokenizer,
         )  # fmt: skip
         self._client = context.queue_client()
         self._client.declare_outputs(task.outputs)  # now, since the first rollout may take long

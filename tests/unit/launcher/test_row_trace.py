@@ -36,8 +36,8 @@ def run_dir(tmp_path: Path) -> Path:
 def keep(run: Path, row: int, **more: Any) -> None:
     """Write what a run keeps of a row of step 3."""
     sample = {
-        "step": 3, "group": 3, "index": row, "versions": [[1, 2], [2, 1]], "prompt": "1+1=\x1b[2J",
-        "response": "2\u202e", "ground_truth": "2", "reward": 1.0,
+        "step": 3, "lineage": 0, "time_s": 5.5, "group": 3, "index": row, "versions": [[1, 2], [2, 1]],
+        "prompt": "1+1=\x1b[2J", "response": "2\u202e", "ground_truth": "2", "reward": 1.0,
         "response_tokens": 3, "truncated": False, "log_probs": [-1.0, -2.0, -0.5],
     }  # fmt: skip
     append(run / "samples" / "rollout-1.jsonl", sample | more)
@@ -61,6 +61,7 @@ def test_a_kept_row_is_followed_from_its_leases_to_its_step(run_dir: Path) -> No
         "  trained in step 3 (lineage 0) at 30.0 s, group 3",
         "    admitted for step 3, epoch 0, drawn by versions 1 to 2, staleness 1",
         "  drawn by rollout-1 for step 3: 3 tokens, reward 1",
+        "    drawn and scored at 5.500 s (lineage 0)",
         "    tokens 0 to 1: version 1",
         "    tokens 2 to 2: version 2",
         "    prompt: 1+1=\\x1b[2J",

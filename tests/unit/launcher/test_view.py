@@ -164,6 +164,8 @@ def test_a_row_has_its_moments_on_the_timeline_by_the_clock_of_the_start_that_tr
     run = RunReader(run_dir, "run")
     follow_a_row(run_dir)
     sample(run_dir, 2, 8, 0.5)
+    sample(run_dir, 2, 7, 0.5, lineage=0, time_s=44.0)
+    sample(run_dir, 2, 7, 0.5, lineage=1, time_s=8.25)
     assert run.trace(7)["moments"] == [], "its times are not known before the metrics are read"
     run.state()
     found = run.trace(7)
@@ -172,6 +174,7 @@ def test_a_row_has_its_moments_on_the_timeline_by_the_clock_of_the_start_that_tr
         [1003.0, "actor_rollout: leased to rollout-1/0@0.abc", "rollout-1-0"],
         [1004.0, "actor_rollout: released by its consumer", ""],
         [1004.5, "actor_rollout: leased to rollout-0/0@0.abc", "rollout-0-0"],
+        [1008.25, "drawn and scored by rollout-0", "rollout-0-0"],
         [1009.0, "trained in step 2", "actor-0"],
         [1009.5, "the weights of step 2 exist", "actor-0"],
     ]
