@@ -197,11 +197,11 @@ TRL: Mapping[str, Rule] = {
     "load_in_8bit": Refused("quantised weights cannot be trained"),
     "router_aux_loss_coef": Left("only for mixtures of experts, which are refused"),
     "seed": Same("seed"),
-    "save_steps": Same("checkpoint.interval", lambda value: int(value) if value >= 1 else 20, "as max_steps"),
+    "save_steps": Together("checkpoint.interval", "as max_steps; below 1: a share of the steps"),
     "save_total_limit": Same("checkpoint.keep_last"),
-    "save_strategy": Together("checkpoint.interval", "no: 0"),
-    "eval_strategy": Together("evaluate", "no: no evaluation"),
-    "eval_steps": Together("evaluate.interval", "as max_steps; with `eval_strategy`"),
+    "save_strategy": Together("checkpoint.interval", "no: 0; steps; epoch: to be filled in"),
+    "eval_strategy": Together("evaluate", "no: no evaluation; steps; epoch: to be filled in"),
+    "eval_steps": Together("evaluate.interval", "as save_steps; with `eval_strategy`"),
     "num_generations_eval": Together("evaluate.n_samples_per_prompt", "with `eval_strategy`"),
     "run_name": Same("name", lambda value: str(value).replace("/", "-")),
     "output_dir": Left("the run's directory: --run-dir"),
@@ -307,7 +307,7 @@ VERL: Mapping[str, Rule] = {
     "algorithm.lam": Together("algorithm.lam", "with ppo"),
     "algorithm.norm_adv_by_std_in_grpo": Together("algorithm.scale_advantages_by_std", "with grpo"),
     "algorithm.use_kl_in_reward": Together("algorithm.kl_coef", "with ppo, rloo and reinforce_plus_plus"),
-    "algorithm.kl_penalty": Together("algorithm.kl_estimator", "kl alone"),
+    "algorithm.kl_penalty": Together("algorithm.kl_coef", "kl alone"),
     "algorithm.kl_ctrl.kl_coef": Together("algorithm.kl_coef", "with use_kl_in_reward"),
     "algorithm.kl_ctrl.type": Refused("the coefficient is a constant", (None, "fixed")),
     "algorithm.filter_groups.enable": Together("algorithm.group_filter", "zero_variance"),
@@ -361,9 +361,18 @@ _VERL_DEFAULTS: Found = {
 _COMPUTED = (
     "steps_per_generation", "generation_batch_size", "max_steps", "warmup_steps", "warmup_ratio", "epsilon",
     "epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "trainer.test_freq",
-    _ACTOR + "optim.lr_warmup_steps", _ACTOR + "optim.lr_warmup_steps_ratio",
+    "save_steps", "eval_steps", "num_train_epochs", "trainer.total_epochs", _ACTOR + "optim.lr_warmup_steps",
+    _ACTOR + "optim.lr_warmup_steps_ratio",
 )  # fmt: skip
 """Keys whose values are computed with."""
+_FLAGS = (
+    "bf16", "use_vllm", "mask_truncated_completions", "sync_ref_model", "use_peft", "use_rslora",
+    "vllm_importance_sampling_correction", _ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward",
+    "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_groups.enable", "data.filter_overlong_prompts",
+    _ACTOR + "use_dynamic_bsz", "reward_model.enable",
+)  # fmt: skip
+"""Keys that are true or false. Any text would count as true."""
+_WANTED = "give a GRPOConfig of TRL or a verl configuration"
 _WHOLE = frozenset({*TRL, *VERL})
 """Keys whose value may be a section of its own."""
 _REFERENCE = re.compile(
@@ -390,11 +399,14 @@ def import_config(source: Path, *, steps: int | None = None) -> str:
     """
     if source.suffix == ".json":
         _check_json(source)  # YAML takes `{"a": }` for a null
-    given = read_yaml(source).values
+    given = read_yaml(source, argument="SOURCE", instead=_WANTED).values
     found = {key: _number(value) for key, value in flatten(given, whole=_WHOLE).items()}
     if not found:
-        raise ConfigError(f"{source}: has no settings; give a GRPOConfig of TRL or a verl configuration")
+        raise ConfigError(f"{source}: has no settings; {_WANTED}")
     name = _system_of(found, source)
+    for key, value in found.items():
+        if value is not None and key not in _WHOLE and any(one.startswith(f"{key}.") for one in _WHOLE):
+            raise ConfigError(f"{key}: {value!r} cannot be used; it is a section, {key}.NAME: VALUE")
     ours = _read_verl(found) if name == "verl" else _read_trl(found)
     if "model.path" not in ours.values:
         ours.to_fill.append("model.path")
@@ -420,7 +432,7 @@ def _system_of(found: Found, source: Path) -> str:
     """Return TRL or verl, whose keys the file has; some names, such as `data.shuffle`, are also ours."""
     known = frozenset(key_paths())
     counts = {
-        "verl": sum(key in VERL or key.startswith(("actor_rollout_ref.", "trainer.")) for key in found),
+        "verl": sum(key in VERL or key.partition(".")[0] in ("actor_rollout_ref", "trainer") for key in found),
         "TRL": sum(key in TRL for key in found),
         "AsyncFlow": sum(key in known or key.startswith("roles.") for key in found),
     }
@@ -529,12 +541,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_computed(found: Found) -> None:
-    """Check the values that are computed with here; the others are checked when the new file is loaded."""
+def _check_kinds(found: Found) -> None:
+    """Check the values that are computed with or decided by here; others are checked when the new file is loaded."""
     for key in _COMPUTED:
         value = found.get(key)
         if value is not None and not _is_number(value):
             raise ConfigError(f"{key}: {value!r} cannot be used; give a number")
+    for key in _FLAGS:
+        if found.get(key) not in (None, True, False):
+            raise ConfigError(f"{key}: {found[key]!r} cannot be used; give true or false")
+
+
+def _tell_unused(ours: Ours, found: Found, rules: Mapping[str, Rule]) -> None:
+    """Tell of keys that go with others which the file lacks, unless they ask for nothing."""
+    for key, value in found.items():
+        rule = rules.get(key)
+        if not isinstance(rule, Together) or not value or value in ("no", "none", ["none"]):
+            continue
+        if not any(f"{one}.".startswith(f"{rule.ours}.") for one in (*ours.values, *ours.to_fill)):
+            ours.leave_out(key, value, f"sets no {rule.ours} here ({rule.how})")
 
 
 def _texts(key: str, value: Any) -> list[str]:
@@ -551,9 +576,16 @@ def _whole(key: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def _epochs(key: str, get: Callable[..., Any]) -> float:
+    epochs: float = get(key)
+    if epochs <= 0:
+        raise ConfigError(f"{key}: {epochs!r} cannot be used; give a number above zero")
+    return epochs
+
+
 def _read_trl(found: Found) -> Ours:
+    _check_kinds(found)
     ours = _convert(found, TRL, _TRL_LEFT, _TRL_DEFAULTS, "TRL")
-    _check_computed(found)
     get = (_TRL_DEFAULTS | {key: value for key, value in found.items() if value is not None}).get
     per_step = _trl_batches(ours, get)
     _trl_loss(ours, get, per_step)
@@ -566,20 +598,56 @@ def _read_trl(found: Found) -> Ours:
     ours.set_value("data.chat_template", True, "conversational prompts; false for prompts that are plain text")
     if "data.path" not in ours.values:
         ours.to_fill.append("data.path")
-    if str(get("eval_strategy", "no")) != "no":
+    evaluates, saves = (
+        _strategy("eval_strategy", get("eval_strategy", "no")),
+        _strategy("save_strategy", get("save_strategy", "steps")),
+    )
+    if evaluates != "no":
         ours.set_value("evaluate.path", ours.values.get("data.path"), f"dataset_name; {_EVALUATOR}")
         ours.set_value("evaluate.split", get("dataset_test_split", "test"), "dataset_test_split")
-        interval = _in_steps(_whole("eval_steps", get("eval_steps") or 10), per_step)
-        ours.set_value("evaluate.interval", interval, _origin("eval_steps", per_step))
+        _set_interval(ours, "evaluate.interval", evaluates, "eval", get("eval_steps") or 10, per_step)
         if get("num_generations_eval"):
             ours.set_value("evaluate.n_samples_per_prompt", get("num_generations_eval"), "num_generations_eval")
-    if (saves := get("save_steps")) is not None and saves >= 1:
-        ours.set_value("checkpoint.interval", _in_steps(saves, per_step), _origin("save_steps", per_step))
-    if str(get("save_strategy", "steps")) == "no":
+    if saves == "no":
         ours.set_value("checkpoint.interval", 0, "save_strategy")
+    elif saves == "epoch" or get("save_steps") is not None:
+        _set_interval(ours, "checkpoint.interval", saves, "save", get("save_steps") or 500, per_step)
     _set_loggers(ours, get("report_to"), "report_to")
     _set_roles(ours, 2, "the smallest")
+    _tell_unused(ours, found, TRL)
     return ours
+
+
+def _strategy(key: str, value: Any) -> str:
+    """Return when TRL saves or evaluates: no, steps or epoch."""
+    known = {"no": "no", False: "no", "steps": "steps", "epoch": "epoch"}  # YAML takes a bare `no` as false
+    if not isinstance(value, str | bool) or value not in known:
+        raise _refuse(key, value, "no, steps or epoch")
+    return known[value]
+
+
+def _set_interval(ours: Ours, key: str, strategy: str, prefix: str, updates: float, per_step: int) -> None:
+    """Set an interval in steps of ours. `updates`: TRL's of it; below 1: their share of all."""
+    if strategy == "epoch":
+        ours.to_fill.append(key)
+        ours.origins[key] = f"{prefix}_strategy epoch: prompts / schedule.rollout_batch_size"
+    elif updates >= 1:
+        ours.set_value(
+            key, _in_steps(_whole(f"{prefix}_steps", updates), per_step), _origin(f"{prefix}_steps", per_step)
+        )
+    elif updates > 0:
+        _set_share(ours, key, updates, f"{prefix}_steps")
+    else:
+        raise ConfigError(f"{prefix}_steps: {updates!r} cannot be used; give a number of updates, or a share below 1")
+
+
+def _set_share(ours: Ours, key: str, share: float, origin: str) -> None:
+    """Set a share of the steps, of which the file may not say how many there are."""
+    if "steps" in ours.values:
+        ours.set_value(key, math.ceil(share * ours.values["steps"]), f"{origin} {share} of the steps")
+    else:
+        ours.to_fill.append(key)
+        ours.origins[key] = f"{origin} {share} x steps"
 
 
 def _in_steps(updates: float, per_step: int) -> int:
@@ -621,7 +689,7 @@ def _trl_batches(ours: Ours, get: Callable[..., Any]) -> int:
     else:
         ours.to_fill.append("steps")
         unset = "" if get("max_steps") is None else f"max_steps {get('max_steps')} sets none; "
-        epochs = f"num_train_epochs {get('num_train_epochs')} x prompts / schedule.rollout_batch_size"
+        epochs = f"num_train_epochs {_epochs('num_train_epochs', get)} x prompts / schedule.rollout_batch_size"
         ours.origins["steps"] = unset + epochs
     return per_step
 
@@ -692,24 +760,24 @@ def _trl_schedule_of_lr(ours: Ours, get: Callable[..., Any], per_step: int) -> N
     if kind not in known:
         raise _refuse("lr_scheduler_type", kind, "one of " + " ".join(known))
     ours.set_value("actor.lr_schedule", known[kind], "lr_scheduler_type")
-    warmup = get("warmup_steps") or get("warmup_ratio") or 0
-    if warmup >= 1:
-        warmup = _in_steps(warmup, per_step)
-    _set_warmup(ours, warmup, _origin("warmup_steps", per_step), "warmup_ratio")
+    steps, share = get("warmup_steps") or 0, get("warmup_ratio") or 0
+    if 0 < steps < 1:
+        steps, share = 0, steps
+    _set_warmup(ours, steps, share, (_origin("warmup_steps", per_step), "warmup_ratio"), per_step)
     if get("adam_beta1") is not None or get("adam_beta2") is not None:
         ours.set_value("actor.betas", [get("adam_beta1", 0.9), get("adam_beta2", 0.999)], "adam_beta1, adam_beta2")
 
 
-def _set_warmup(ours: Ours, warmup: float, whole: str, share: str) -> None:
-    if warmup >= 1:
-        ours.set_value("actor.lr_warmup_steps", int(warmup), whole)
-    elif warmup > 0 and "steps" in ours.values:
-        ours.set_value(
-            "actor.lr_warmup_steps", math.ceil(warmup * ours.values["steps"]), f"{share} {warmup} of the steps"
-        )
-    elif warmup > 0:
-        ours.to_fill.append("actor.lr_warmup_steps")
-        ours.origins["actor.lr_warmup_steps"] = f"{share} {warmup} x steps"
+def _set_warmup(ours: Ours, updates: float, share: float, origins: tuple[str, str], per_step: int = 1) -> None:
+    """Set it from a number of updates, else from a share of all; `origins`: what each of them is of."""
+    for value, most, origin in ((updates, math.inf, origins[0]), (share, 1, origins[1])):
+        if not 0 <= value <= most:
+            what = "a number from 0" if most > 1 else "a share of the steps, from 0 to 1"
+            raise ConfigError(f"{origin}: {value!r} cannot be used; give {what}")
+    if updates:
+        ours.set_value("actor.lr_warmup_steps", _in_steps(updates, per_step), origins[0])
+    elif share:
+        _set_share(ours, "actor.lr_warmup_steps", share, origins[1])
 
 
 def _trl_adapter(ours: Ours, get: Callable[..., Any]) -> None:
@@ -757,7 +825,7 @@ def _read_verl(found: Found) -> Ours:
     found = {key: value for key, value in found.items() if not key.endswith("_target_") and value != "???"}
     values = {key: _resolved(key, found) for key in found}
     found = {key: value for key, value in values.items() if value is not _ELSEWHERE}
-    _check_computed(found)
+    _check_kinds(found)
     given = {key: value for key, value in found.items() if value not in (None, {}, [])}
     ours = _convert(given, VERL, _VERL_LEFT, _VERL_DEFAULTS, "verl")
     get = (_VERL_DEFAULTS | found).get
@@ -780,7 +848,9 @@ def _read_verl(found: Found) -> Ours:
     devices = _whole("trainer.nnodes", get("trainer.nnodes")) * _whole(
         "trainer.n_gpus_per_node", get("trainer.n_gpus_per_node")
     )
-    _set_roles(ours, devices, f"{devices} devices, which share all roles in verl")
+    shared = "one device, which all roles share" if devices == 1 else f"{devices} devices, which share all roles"
+    _set_roles(ours, devices, f"{shared} in verl")
+    _tell_unused(ours, given, VERL)
     return ours
 
 
@@ -975,10 +1045,10 @@ def _verl_training(ours: Ours, get: Callable[..., Any]) -> None:
         ours.set_value("steps", _whole("trainer.total_training_steps", total), "trainer.total_training_steps")
     else:
         ours.to_fill.append("steps")
-        ours.origins["steps"] = f"total_epochs {get('trainer.total_epochs')} x prompts / {prompts}"
-    warmup = _positive(get(_ACTOR + "optim.lr_warmup_steps"))
+        ours.origins["steps"] = f"total_epochs {_epochs('trainer.total_epochs', get)} x prompts / {prompts}"
+    updates = _positive(get(_ACTOR + "optim.lr_warmup_steps"))  # -1: the share
     share = get(_ACTOR + "optim.lr_warmup_steps_ratio") or 0
-    _set_warmup(ours, warmup or share, "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio")
+    _set_warmup(ours, updates, share, ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio"))
 
 
 def _set_loggers(ours: Ours, named: Any, key: str) -> None:

@@ -60,14 +60,19 @@ class YamlFile:
         return line
 
 
-def read_yaml(path: Path) -> YamlFile:
-    """Parse `path`; raises ConfigError if it is unreadable, not YAML, empty, not a mapping, or has a duplicate key."""
+def read_yaml(
+    path: Path, *, argument: str = "CONFIG", instead: str = "start from a recipe such as configs/quickstart.yaml"
+) -> YamlFile:
+    """Parse `path`; raises ConfigError if it is unreadable, not YAML, empty, not a mapping, or has a duplicate key.
+
+    `argument`: who named the file; `instead`: what to do about an empty one.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"CONFIG: cannot read {path}: {error.strerror}; give a readable YAML file") from error
+        raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}; give a readable YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"CONFIG: {path} is not UTF-8 text ({error.reason}); give a YAML file") from error
+        raise ConfigError(f"{argument}: {path} is not UTF-8 text ({error.reason}); give a YAML file") from error
     loader = None
     try:
         loader = yaml.SafeLoader(text)
@@ -85,7 +90,7 @@ def read_yaml(path: Path) -> YamlFile:
         if loader is not None:
             loader.dispose()
     if root is None:
-        raise ConfigError(f"CONFIG: {path} is empty; start from a recipe such as configs/quickstart.yaml")
+        raise ConfigError(f"{argument}: {path} is empty; {instead}")
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise ConfigError(f"{path}:{root.start_mark.line + 1}: the top is a {kind}; it must be a mapping, `key: value`")

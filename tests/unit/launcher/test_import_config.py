@@ -161,6 +161,37 @@ def test_every_key_of_a_file_is_in_the_new_one(tmp_path: Path) -> None:
         assert key in text, key
 
 
+def test_a_key_whose_partner_is_missing_is_told(tmp_path: Path) -> None:
+    for test_freq in (None, -1):
+        imported(with_value(VERL_FILE, "trainer.test_freq", test_freq), tmp_path)
+        assert "#   data.val_files: " in (tmp_path / "new.yaml").read_text()
+    imported({**TRL_FILE, "lora_r": 8, "use_peft": False}, tmp_path)
+    text = (tmp_path / "new.yaml").read_text()
+    assert "#   lora_r: 8: sets no lora.rank here (with use_peft)" in text and "use_peft" not in text.split("lora_r")[0]
+
+
+@pytest.mark.parametrize("no", [False, "no"])  # YAML takes a bare `no` as false
+def test_trl_s_no_is_no(no: object, tmp_path: Path) -> None:
+    values = imported({**TRL_FILE, "eval_strategy": no, "save_strategy": no, "save_steps": 10}, tmp_path)
+    assert "evaluate" not in values and values["checkpoint"]["interval"] == 0
+
+
+def test_shares_and_epochs_of_trl_are_of_the_steps_or_are_to_be_filled_in(tmp_path: Path) -> None:
+    """50 steps, of four updates each."""
+    asked = {**TRL_FILE, "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 0.25, "eval_steps": 0.1}
+    values = imported({**asked, "warmup_ratio": 1}, tmp_path)
+    assert (values["checkpoint"]["interval"], values["evaluate"]["interval"]) == (13, 5)
+    assert values["actor"]["lr_warmup_steps"] == 50
+    imported({**asked, "max_steps": None}, tmp_path)
+    assert (
+        "# TO FILL IN: steps, actor.lr_warmup_steps, evaluate.interval, checkpoint.interval"
+        in (tmp_path / "new.yaml").read_text()
+    )
+    values = imported({**asked, "save_strategy": "epoch"}, tmp_path)
+    assert values["checkpoint"] is None
+    assert "# interval:  save_strategy epoch: prompts" in (tmp_path / "new.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "key", "value"),
     [
@@ -197,6 +228,22 @@ def test_what_would_learn_something_else_is_refused_by_key(
         (TRL_FILE, "warmup_steps", "5%"),
         (TRL_FILE, "max_steps", "many"),
         (TRL_FILE, "save_steps", "epoch"),
+        (TRL_FILE, "save_strategy", "best"),
+        (TRL_FILE, "eval_strategy", "sometimes"),
+        (TRL_FILE, "warmup_ratio", 2),
+        (TRL_FILE, "warmup_ratio", -0.5),
+        (TRL_FILE, "warmup_steps", -3),
+        ({**TRL_FILE, "max_steps": -1}, "num_train_epochs", -1),
+        ({**TRL_FILE, "save_strategy": "steps"}, "save_steps", -5),
+        ({**TRL_FILE, "save_strategy": "steps"}, "save_steps", 2.5),
+        (TRL_FILE, "bf16", "False"),
+        (TRL_FILE, "use_peft", "x"),
+        (TRL_FILE, "use_vllm", "yes"),
+        (TRL_FILE, "mask_truncated_completions", "foo"),
+        (VERL_FILE, "actor_rollout_ref.actor.use_kl_loss", "maybe"),
+        (VERL_FILE, "algorithm.use_kl_in_reward", "False"),
+        (VERL_FILE, "trainer.total_epochs", 0),
+        (VERL_FILE, "data", 5),
         (TRL_FILE, "steps_per_generation", "8"),
         (TRL_FILE, "num_generations", math.inf),
         (TRL_FILE, "report_to", 5),
