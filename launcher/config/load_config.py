@@ -14,6 +14,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -239,6 +240,9 @@ _ALGORITHM = "algorithm"
 """The section whose settings depend on its `name`."""
 
 
+_MOST_KEYS = 6  # of a section in a message
+
+
 @dataclass(frozen=True)
 class Origins:
     """Where each value came from: a command-line option, or a line of the file."""
@@ -253,11 +257,11 @@ class Origins:
             if option is not None:
                 return f" (from {option})"
         line = self.file.line_of(keys)
-        if line is not None:
-            return f" ({self.file.path}:{line})"
         inside = ".".join(str(key) for key in keys) + "."
         option = next((option for name, option in self.options.items() if name.startswith(inside)), None)
-        return f" (from {option})" if option is not None else ""
+        if line is None:
+            return f" (from {option})" if option is not None else ""
+        return f" ({self.file.path}:{line}{f', and {option}' if option is not None else ''})"
 
 
 def explain(error: ValidationError, origins: Origins) -> str:
@@ -304,7 +308,10 @@ def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
         return f"{name}: unknown key{origins.format_origin(keys)}; {hint}"
     advice = _ADVICE.get(kind) or as_advice(detail["msg"])
     near = _nearest_choice(value, detail)
-    return f"{name}: {reprlib.repr(value)} cannot be used{origins.format_origin(keys)}; {advice}{near}"
+    what = f": {reprlib.repr(value)}"
+    if isinstance(value, Mapping):  # its keys are enough to find it
+        what = f" with {', '.join(islice(map(str, value), _MOST_KEYS))}{', ...' if len(value) > _MOST_KEYS else ''}"
+    return f"{name}{what} cannot be used{origins.format_origin(keys)}; {advice}{near}"
 
 
 def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from launcher.checks.placement import HEAD, Devices, place_gangs
 from launcher.checks.preflight import check_held_out, usable_devices
 from launcher.checks.proof_cache import check_proven
 from launcher.checks.user_code import check_names, check_rollout_code, try_rewards, try_rollout
+from launcher.config.hub import is_hub_name, snapshot_of
 from launcher.config.load_config import load_config, with_template_time
 from launcher.config.paths import find_recipe, user_path
 from launcher.config.rules import OF_EVALUATIONS, check_rules
@@ -131,7 +132,7 @@ def accept_evaluation(
         try_rewards(own, rows.first_row, rows.first_prompt)
         try_rollout(own, rows.first_row)
     target = user_path(run_dir, "--run-dir") if run_dir is not None else default_run_dir(own.name, datetime.now())
-    check_new_run_dir(target)
+    check_new_run_dir(target, resumes=False)
     return Evaluation(own, gangs, devices, target, run_dir is None, rows)
 
 
@@ -139,7 +140,12 @@ def _find_model(model: str) -> tuple[str, Path | None]:
     """Return `model.path`, and the run that it is of."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        return model, None  # a name on the Hub, or a mistake that loading the configuration names
+        if is_hub_name(model) or snapshot_of(model):
+            return model, None
+        raise ConfigError(
+            f"MODEL: {model!r} is {'a file' if path.exists() else 'not there'}; name a model's directory, a name on "
+            f"the Hub, a run or one of its checkpoints"
+        )
     if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
         raise ConfigError(
             f"MODEL: {path} is an adapter, and evaluations take whole weights; name the merged model: hf/ in the "
@@ -147,17 +153,22 @@ def _find_model(model: str) -> tuple[str, Path | None]:
         )
     if not is_checkpoint(path):
         if not (path / CONFIG_FILE).is_file():
+            if not (path / "config.json").is_file():
+                raise ConfigError(
+                    f"MODEL: {path} is no model, since it has no config.json, nor a run or one of its checkpoints; "
+                    f"name one of these"
+                )
             return str(path.resolve()), None
         if not has_checkpoint(path):
             raise ConfigError(f"MODEL: {path} has no checkpoint yet; name a run that has one, or a model")
-    checkpoint = find_checkpoint(str(path), None)
+    checkpoint = find_checkpoint(str(path), None, argument="MODEL")
     if not (checkpoint.path / HF).is_dir():
-        raise ConfigError(f"{checkpoint.path} has no {HF}/ yet; make it: asyncflow export {checkpoint.run_dir}")
+        raise ConfigError(f"MODEL: {checkpoint.path} has no {HF}/ yet; make it: asyncflow export {checkpoint.run_dir}")
     return str(checkpoint.path / HF), checkpoint.run_dir
 
 
 def read_answers(run_dir: Path, sets: Sequence[str], *, seconds: float) -> dict[str, Any]:
-    """Return the line of an evaluation from what its instances wrote, in the order of `sets`."""
+    """Return the line of an evaluation from what its instances wrote, in the order of `sets`; `seconds`: of it all."""
     from weightsync.version import Version
     from workers.rollout.evaluate import ANSWERS, Answer, evaluation_line, line_of_sets
 
@@ -167,9 +178,7 @@ def read_answers(run_dir: Path, sets: Sequence[str], *, seconds: float) -> dict[
         for text in file.read_bytes().splitlines():
             answer = decoder.decode(text)
             found[answer.set].append(answer)
-    lines = {
-        name: evaluation_line(found[name], version=Version(0, 0), time_s=seconds, seconds=seconds) for name in sets
-    }
+    lines = {name: evaluation_line(found[name], version=Version(0, 0), time_s=seconds) for name in sets}
     return line_of_sets(lines, seconds=seconds)
 
 

@@ -260,25 +260,26 @@ def resume_path(target: str) -> Path:
     return root.parent.resolve() / CHECKPOINTS / path.name if is_of_run else path
 
 
-def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
+def find_checkpoint(target: str, run_dir: Path | None, *, argument: str = "--resume") -> Checkpoint:
     """Return the checkpoint that `--resume TARGET` means.
 
     Args:
         target: `latest`, a run directory, or a checkpoint directory.
         run_dir: `--run-dir`, absolute, if given: for `latest` the run to look in; else it must be the target's run.
+        argument: what the user gave the target as.
 
     Raises:
         ConfigError: nothing to resume, a damaged checkpoint, or two different runs named.
     """
     if target == LATEST:
-        return _newest_in(run_dir if run_dir is not None else newest_run())
+        return _newest_in(run_dir if run_dir is not None else newest_run(), argument)
     path = resume_path(target)
     if not path.is_dir():
-        raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
+        raise ConfigError(f"{argument}: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
     names_one = is_checkpoint(path)
     if names_one and path.parent.name != CHECKPOINTS:
-        raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
-    checkpoint = _verified_or_refused(path) if names_one else _newest_in(path)
+        raise ConfigError(f"{argument}: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
+    checkpoint = _verified_or_refused(path, argument) if names_one else _newest_in(path, argument)
     if run_dir is not None and run_dir != checkpoint.run_dir:
         raise ConfigError(
             f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
@@ -420,21 +421,21 @@ def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def _newest_in(run_dir: Path) -> Checkpoint:
+def _newest_in(run_dir: Path, argument: str) -> Checkpoint:
     if run_dir.name == CHECKPOINTS and not (run_dir / CONFIG_FILE).exists():
-        raise ConfigError(f"--resume: {run_dir} holds a run's checkpoints; name one of them, or their run")
+        raise ConfigError(f"{argument}: {run_dir} holds a run's checkpoints; name one of them, or their run")
     newest = newest_checkpoint(run_dir)
     if newest is None:
         raise ConfigError(
-            f"--resume: {run_dir} holds no complete checkpoint, so there is nothing to resume; name another run"
+            f"{argument}: {run_dir} holds no complete checkpoint, so there is nothing to go on from; name another run"
         )
     return newest
 
 
-def _verified_or_refused(path: Path) -> Checkpoint:
+def _verified_or_refused(path: Path, argument: str) -> Checkpoint:
     try:
         return verified_checkpoint(path, logger.warning)
     except CheckpointError as error:
         raise ConfigError(
-            f"--resume: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
+            f"{argument}: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
         ) from error

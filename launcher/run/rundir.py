@@ -56,17 +56,19 @@ def default_run_dir(name: str, now: datetime) -> Path:
     return next(path for path in _numbered((RUNS / f"{name}-{now:%Y%m%d-%H%M%S}").resolve()) if not path.exists())
 
 
-def check_new_run_dir(path: Path) -> None:
-    """Check that a new run may be created at `path`: writable, no run in it, no files but a batch job's."""
+def check_new_run_dir(path: Path, *, resumes: bool = True) -> None:
+    """Check that a new run may be created at `path`: writable, no run in it, no files but a batch job's.
+
+    `resumes`: what is there may be continued.
+    """
     held = [name for name in (CONFIG_FILE, *LINE_FILES, *DIRECTORIES) if (path / name).exists()]
     if held == [CONFIG_FILE] and not began_run(path):
         raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
     if held:
         resumable = has_checkpoint(path) or began_run(path)
         advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
-        raise ConfigError(
-            f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
-        )
+        advice = f"{advice}, or choose another --run-dir" if resumes else "choose another --run-dir"
+        raise ConfigError(f"run directory: {path} already holds a run ({held[0]}); {advice}")
     others = sorted(entry.name for entry in path.iterdir() if not _may_be_beside(entry)) if path.is_dir() else []
     if others:
         shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")

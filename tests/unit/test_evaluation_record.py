@@ -30,14 +30,16 @@ def test_wilson_interval_stays_inside_0_to_1() -> None:
 def answers(*rewards: float | None, size: int = 1, truncated: int = -1) -> list[Answer]:
     """Return answers of 3 or 4 tokens, `size` per prompt; None: it could not be scored."""
     return [
-        Answer("", *divmod(k, size), reward, correct=reward == 1, tokens=3 + k % 2, truncated=k == truncated)
+        Answer(
+            "", *divmod(k, size), reward, correct=reward == 1, tokens=3 + k % 2, truncated=k == truncated, seconds=0.5
+        )
         for k, reward in enumerate(rewards)
     ]
 
 
 def test_line_counts_responses_and_its_interval_counts_prompts() -> None:
     two_each = answers(1.0, 0.5, 1.0, 1.0, size=2, truncated=3)
-    line = evaluation_line(two_each, version=Version(1, 20), time_s=12.3456, seconds=0.5)
+    line = evaluation_line(two_each, version=Version(1, 20), time_s=12.3456)
     low, high = wilson_interval(0.75, 2)
     assert line == {
         "step": 20, "lineage": 1, "accuracy": 0.75, "accuracy_low": round(low, 6), "accuracy_high": round(high, 6),
@@ -48,7 +50,7 @@ def test_line_counts_responses_and_its_interval_counts_prompts() -> None:
 
 
 def test_responses_that_could_not_be_scored_are_left_out() -> None:
-    line = evaluation_line(answers(1.0, None, 0.5, None), version=Version(0, 1), time_s=1, seconds=1)
+    line = evaluation_line(answers(1.0, None, 0.5, None), version=Version(0, 1), time_s=1)
     assert (line["accuracy"], line["reward_mean"], line["reward_failures"]) == (0.5, 0.75, 2)
     assert (line["accuracy_low"], line["accuracy_high"]) == tuple(round(bound, 6) for bound in wilson_interval(0.5, 2))
 

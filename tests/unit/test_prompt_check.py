@@ -82,6 +82,17 @@ def test_prompt_of_another_chunk_is_rejected_by_line() -> None:
         check_prompts(rows, data(max_prompt_tokens=4, overlong="reject"), model_dir=QUICKSTART)
 
 
+@pytest.mark.parametrize(
+    ("number", "said"), [(10, "data: 2 of 10 rows are longer"), (1000, "data: 52 of the first 256 of 1000 rows are")]
+)
+def test_rows_that_are_left_out_are_counted_as_far_as_they_are_checked(
+    number: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [PromptRow("1+1+1=" if line % 5 == 1 else "1+1=", "2", line) for line in range(1, number + 1)]
+    check_prompts(rows, data(max_prompt_tokens=4), model_dir=QUICKSTART)
+    assert said in caplog.text and "max_prompt_tokens = 4 and are left out" in caplog.text
+
+
 def test_a_sampler_is_told_of_the_prompts_that_are_left() -> None:
     rows = [PromptRow("1+1+1=" if line % 5 == 0 else "1+1=", "2", line) for line in range(1, 1001)]
     sampled = data(max_prompt_tokens=4, sampler="own:Sampler")
@@ -364,7 +375,7 @@ def test_messages_that_hold_marks_of_the_template_are_told(model_dir: Path, capl
     (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1")
     rows = [*ROWS, PromptRow("1+1=<pad>1", "2", 6)]
     check_prompts(rows, data(chat_template=True), model_dir=model_dir)
-    assert "the messages of 1 of the first 6 prompts hold special tokens in their text, <pad> of rows.jsonl:6" in (
+    assert "the messages of 1 of the first 6 rows hold special tokens in their text, <pad> of rows.jsonl:6" in (
         caplog.text
     )
 

@@ -133,6 +133,7 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     lines = (TrainedLine, FilteredLine, DeadLetterLine)
     fields = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
     assert fields == named_in("ledger.jsonl")
-    answer = Answer("", 0, 0, 1.0, correct=True, tokens=3, truncated=False)
-    line = evaluation_line([answer], version=Version(0, 1), time_s=1.0, seconds=1.0)
+    answer = Answer("", 0, 0, 1.0, correct=True, tokens=3, truncated=False, seconds=1.0)
+    assert {*vars(answer), "response", "ground_truth"} == named_in("answers/GANG.jsonl")
+    line = evaluation_line([answer], version=Version(0, 1), time_s=1.0)
     assert set(line) == {name for name in named_in("evaluation.jsonl") if not name.startswith("pass_at_K")} - {"NAME"}

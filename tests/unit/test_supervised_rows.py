@@ -75,6 +75,23 @@ def test_an_end_that_the_completion_has_is_not_doubled(model_dir: Path) -> None:
     assert (text, pieces) == ("3+5=8<eos>", ["8<eos>"])
 
 
+def test_what_stands_in_for_the_template_or_is_left_out_is_told_before_a_start(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Special tokens in a message's text would be learned as if the template had written them."""
+    (model_dir / "chat_template.jinja").write_text(PLAIN)
+    talks = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": said}] for said in ("2", "2<eos>+3")]
+    file = model_dir / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in [*talks, [*talks[0] * 9]]))
+    settings = {"path": str(file), "chat_template": True, "completion_field": "messages", "max_prompt_tokens": 20}
+    config = DataConfig.model_validate(settings)
+    check_supervised(read_prompt_rows(file, config), config, model_dir=model_dir)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2 and "1 of 3 rows are longer than data.max_prompt_tokens = 20 and are left out" in told[1]
+    assert "messages of 1 of the first 3 rows hold special tokens" in told[0] and "rows.jsonl:2 first" in told[0]
+    assert told[0].endswith("and learns to write those of the assistant")
+
+
 CONVERSATION = [
     {"role": "user", "content": "3+5"},
     {"role": "assistant", "content": "8"},

@@ -279,12 +279,37 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     return num_tokens <= config.max_prompt_tokens
 
 
+def warn_of_long_rows(num_long: int, num_checked: int, num_rows: int, config: DataConfig) -> None:
+    """Say how many rows are left out, of those that were checked before a start; the run counts all of them."""
+    if num_long:
+        of = f"{num_rows} rows" if num_checked == num_rows else f"the first {num_checked} of {num_rows} rows"
+        logger.warning(
+            "%s: %d of %s are longer than data.max_prompt_tokens = %d and are left out; raise it to keep them",
+            config.key("path").rpartition(".")[0], num_long, of, config.max_prompt_tokens,
+        )  # fmt: skip
+
+
 def ending_text(where: str, end: str) -> ConfigError:
     """Return the error for a prompt whose own text ends with `end`, a token that ends responses."""
     return ConfigError(
         f"{where}: the prompt's text ends with {end}, which ends a response, so none could begin; take it out of the "
         f"text"
     )
+
+
+def warn_of_marks(found: Sequence[tuple[PromptRow, str]], num_rows: int, config: DataConfig) -> None:
+    """Warn of messages whose text contains special tokens, which only the template should write.
+
+    `found`: such rows with one of their tokens; `num_rows`: how many were looked at.
+    """
+    if found:
+        row, mark = found[0]
+        logger.warning(
+            "data: the messages of %d of the first %d rows hold special tokens in their text, %s of %s first; the "
+            "model takes them for the template's own%s",
+            len(found), num_rows, mark, row.describe_place(config),
+            "" if config.completion_field is None else ", and learns to write those of the assistant",
+        )  # fmt: skip
 
 
 def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataConfig) -> None:
@@ -565,7 +590,8 @@ def check_ends(config: DataConfig, tokenizer: ModelTokenizer) -> None:
 
 def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> ShownPrompt:
     first, borders = rows[0], _Borders(tokenizer, config)
-    shown, num_kept, left, all_count = None, 0, set[int](), config.overlong == "reject" or config.sampler is not None
+    shown, left, all_count = None, set[int](), config.overlong == "reject" or config.sampler is not None
+    num_checked = num_kept = 0
     for chunk in _samples(rows, config, tokenizer):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
         check_tokens([(sample.row, sample.tokens) for sample in kept], config, tokenizer.model_dir)
@@ -576,12 +602,14 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
             shown = ShownPrompt(chunk[0].text, first.ground_truth, len(chunk[0].tokens))
         for sample in kept:
             borders.check(sample)
-        num_kept, left = num_kept + len(kept), left | {sample.row.part for sample in kept}
+        num_checked, num_kept = num_checked + len(chunk), num_kept + len(kept)
+        left |= {sample.row.part for sample in kept}
         # Each source has a prompt that fits.
         if len(left) == len(config.parts()) and not all_count:
             break
     borders.check_texts(rows)
     check_left(rows, left, config)
+    warn_of_long_rows(num_checked - num_kept, num_checked, len(rows), config)
     assert shown is not None, "there is a first row"
     return replace(shown, num_kept=num_kept) if all_count else shown
 
@@ -747,17 +775,11 @@ class _Borders:
     def warn_of_marks(self, samples: Sequence[_Sample]) -> None:
         """Warn of messages whose text contains special tokens, which only the template should write."""
         found = [
-            (sample, mark)
+            (sample.row, mark)
             for sample in samples
             if (mark := next((each for each in self._marks["special"] if each in self._row_text(sample.row)), None))
         ]
-        if found:
-            sample, mark = found[0]
-            logger.warning(
-                "data: the messages of %d of the first %d prompts hold special tokens in their text, %s of %s first; "
-                "the model takes them for the template's own",
-                len(found), len(samples), mark, sample.row.describe_place(self._config),
-            )  # fmt: skip
+        warn_of_marks(found, len(samples), self._config)
 
     def _row_text(self, row: PromptRow) -> str:
         return "\n".join(message["content"] for message in conversation(row.prompt, self._config))

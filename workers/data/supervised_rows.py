@@ -35,6 +35,8 @@ from workers.data.prompt_rows import (
     check_tokens,
     conversation,
     plain_text,
+    warn_of_long_rows,
+    warn_of_marks,
 )
 from workers.data.tokenizer import load_tokenizer, missing_chat_template
 from workers.settings.data import DataConfig
@@ -62,6 +64,7 @@ class SupervisedTokens:
         own = tokenizer.eos_token_id
         self._end = own if own in self._ends else self._ends[0]
         self._end_texts = [text for text in tokenizer.convert_ids_to_tokens(list(self._ends)) if text is not None]
+        self._special = [str(added) for added in tokenizer.added_tokens_decoder.values() if added.special]
         template = tokenizer.get_chat_template() if config.chat_template else ""
         self._has_blocks = bool(_GENERATION_BLOCK.search(template))
 
@@ -83,8 +86,19 @@ class SupervisedTokens:
                 f"{self._model_dir} or its chat template writes one; take the other out of the text"
             )
         if 1 not in mask:
-            raise ConfigError(f"{self._place(row)}: none of its {len(tokens)} tokens is trained; remove the row")
+            advice = "or have the chat template write it" if self._config.chat_template else "or complete it"
+            raise ConfigError(
+                f"{self._place(row)}: none of its {len(tokens)} tokens is trained, since the completion gives none; "
+                f"remove the row, {advice}"
+            )
         return TokenizedRow(text, tokens, mask)
+
+    def find_mark(self, row: PromptRow) -> str | None:
+        """Return a special token that stands in the text of a row's messages, as if the template had written it."""
+        if not self._config.chat_template:
+            return None
+        text = "\n".join(message["content"] for message in self._messages(row)[1])
+        return next((mark for mark in self._special if mark in text), None)
 
     def _of_texts(self, row: PromptRow) -> tuple[str, list[int], list[int]]:
         assert isinstance(row.completion, str), "messages need a chat template"
@@ -289,13 +303,13 @@ def check_supervised(rows: Sequence[PromptRow], config: DataConfig, *, model_dir
 
 
 def _check(rows: Sequence[PromptRow], config: DataConfig, model_dir: Path, pool: CallPool) -> ShownPrompt:
-    shown, left = None, set[int]()
+    shown, left, num_checked, num_kept = None, set[int](), 0, 0
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
         made = _ask(pool, chunk)
         kept = [
             (row, tokens)
-            for row, (_, tokens, _) in zip(chunk, made, strict=True)
+            for row, (_, tokens, _, _) in zip(chunk, made, strict=True)
             if check_fit(row, len(tokens), config)
         ]
         check_tokens(kept, config, model_dir)
@@ -306,25 +320,29 @@ def _check(rows: Sequence[PromptRow], config: DataConfig, model_dir: Path, pool:
                     f"data.chat_template: the chat template of {model_dir} renders {place.describe_place(config)} "
                     f"differently each time; take out what it draws at random"
                 )
-            text, tokens, mask = made[0]
+            warn_of_marks([(row, one[3]) for row, one in zip(chunk, made, strict=True) if one[3]], len(chunk), config)
+            text, tokens, mask, _ = made[0]
             shown = ShownPrompt(text, "", len(tokens), num_trained=sum(mask))
+        num_checked, num_kept = num_checked + len(chunk), num_kept + len(kept)
         left |= {row.part for row, _ in kept}
         if len(left) == len(config.parts()) and config.overlong != "reject":
             break
     check_left(rows, left, config)
+    warn_of_long_rows(num_checked - num_kept, num_checked, len(rows), config)
     assert shown is not None, "there is a first row"
     return shown
 
 
-def _ask(pool: CallPool, rows: Sequence[PromptRow]) -> list[tuple[str, list[int], list[int]]]:
+def _ask(pool: CallPool, rows: Sequence[PromptRow]) -> list[tuple[str, list[int], list[int], str | None]]:
+    """Return text, tokens, mask, and a special token in the messages' text of each row."""
     answer = pool.call_and_wait([asdict(row) for row in rows], on=f"{len(rows)} rows")
     if isinstance(answer, str):
         raise ConfigError(answer)
-    return [(text, tokens, mask) for text, tokens, mask in answer]
+    return [(text, tokens, mask, mark) for text, tokens, mask, mark in answer]
 
 
 def supervised_in_child(model_dir: str, data: Mapping[str, Any]) -> Callee:
-    """Load the tokenizer in the child process; it answers with texts, tokens and masks, or with what is wrong."""
+    """Load the tokenizer in the child process; it answers as `_ask` says, or with what is wrong."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # blocks the import, which takes several seconds
     config, path = DataConfig.model_validate(data), Path(model_dir)
@@ -341,6 +359,6 @@ def supervised_in_child(model_dir: str, data: Mapping[str, Any]) -> Callee:
                 check_decoded(row, one.text, tokenizer.decode(one.tokens), config, path)
         except ConfigError as error:
             return str(error)
-        return [(one.text, one.tokens, one.mask) for one in found]
+        return [(one.text, one.tokens, one.mask, made.find_mark(row)) for row, one in zip(given, found, strict=True)]
 
     return Callee(tokenize)

@@ -191,12 +191,9 @@ class Evaluator:
             scored = self._answer(one, version)
             if scored is None:
                 return
-            lines[one.name] = evaluation_line(
-                [Answer.from_scored(one, rollout, score.result()) for rollout, score in scored],
-                version=version,
-                time_s=self._context.elapsed_s,
-                seconds=time.monotonic() - own_began,
-            )
+            seconds = time.monotonic() - own_began
+            answers = [Answer.from_scored(one, rollout, score.result(), seconds) for rollout, score in scored]
+            lines[one.name] = evaluation_line(answers, version=version, time_s=self._context.elapsed_s)
             answered.append((one, scored))
         self._lines.write([line_of_sets(lines, seconds=time.monotonic() - began)])
         for one, scored in answered:
@@ -208,11 +205,13 @@ class Evaluator:
         version = Version(self._context.job.lineage, 0)
         self._engine.version = version.step
         for one in self._sets:
+            began = time.monotonic()
             scored = self._answer(one, version)
             if scored is None:
                 return
+            seconds = time.monotonic() - began
             answers = sorted(scored, key=lambda each: each[0].index)
-            lines.write([asdict(Answer.from_scored(one, rollout, score.result())) for rollout, score in answers])
+            lines.write([_answer_line(one, rollout, score.result(), seconds) for rollout, score in answers])
             self._write_samples(one, answers, version)
 
     def _write_samples(self, one: "HeldOut", answers: Sequence[_Scored], version: Version) -> None:
@@ -437,9 +436,10 @@ class Answer:
     correct: bool
     tokens: int  # Drawn
     truncated: bool
+    seconds: float  # What this instance took for its share of the set
 
     @staticmethod
-    def from_scored(one: HeldOut, rollout: FinishedRollout, score: ScoredResponse) -> "Answer":
+    def from_scored(one: HeldOut, rollout: FinishedRollout, score: ScoredResponse, seconds: float) -> "Answer":
         known = not score.failure
         return Answer(
             one.name,
@@ -448,7 +448,14 @@ class Answer:
             correct=known and bool(score.correct),
             tokens=rollout.log_probs_A.numel(),
             truncated=rollout.truncated,
+            seconds=round(seconds, 4),
         )
+
+
+def _answer_line(one: HeldOut, rollout: FinishedRollout, score: ScoredResponse, seconds: float) -> dict[str, Any]:
+    """Return a line of `answers/`: an answer with its text, for people."""
+    texts = {"response": score.response, "ground_truth": score.ground_truth}
+    return asdict(Answer.from_scored(one, rollout, score, seconds)) | texts
 
 
 def line_of_sets(lines: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
@@ -514,13 +521,12 @@ def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
     return rates
 
 
-def evaluation_line(answers: Sequence[Answer], *, version: Version, time_s: float, seconds: float) -> dict[str, Any]:
+def evaluation_line(answers: Sequence[Answer], *, version: Version, time_s: float) -> dict[str, Any]:
     """Return the line of one evaluation of a set.
 
     Args:
         answers: to all prompts, equally many each, in any order; at least one was scored.
         time_s: since the command started.
-        seconds: duration of the evaluation.
     """
     num_samples, known = len(answers), [one for one in answers if one.reward is not None]
     num_prompts = len({one.prompt for one in answers})
@@ -545,7 +551,7 @@ def evaluation_line(answers: Sequence[Answer], *, version: Version, time_s: floa
         "num_prompts": num_prompts,
         "num_samples": num_samples,
         "time_s": round(time_s, 3),
-        "seconds": round(seconds, 4),
+        "seconds": max(one.seconds for one in answers),  # instances that share a set work at the same time
     }
 
 

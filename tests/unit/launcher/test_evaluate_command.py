@@ -27,7 +27,8 @@ def write_answers(run_dir: Path, instance: int, answers: list[Answer]) -> None:
 
 def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path) -> None:
     def answer(name: str, prompt: int, member: int, *, right: bool) -> Answer:
-        return Answer(name, prompt, member, float(right), correct=right, tokens=4, truncated=not right)
+        took = 1.5 if name == "sums" else 0.25
+        return Answer(name, prompt, member, float(right), correct=right, tokens=4, truncated=not right, seconds=took)
 
     for instance in (0, 1):
         sums = [answer("sums", prompt, k, right=prompt < 2) for prompt in range(instance, 4, 2) for k in range(2)]
@@ -35,7 +36,7 @@ def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path
     line = read_answers(tmp_path, ["words", "sums"], seconds=3.0)
     assert (line["accuracy"], line["words/accuracy"], line["sums/accuracy"]) == (0.5, 0.5, 0.5)
     assert (line["sums/num_prompts"], line["sums/num_samples"], line["sums/pass_at_2"]) == (4, 8, 0.5)
-    assert line["seconds"] == 3.0
+    assert (line["seconds"], line["words/seconds"], line["sums/seconds"]) == (3.0, 0.25, 1.5)
     heading, words, sums = table_of(line, ["words", "sums"])
     assert (heading[0], words[0], sums[0]) == ("set", "words", "sums")
     assert (words[3], sums[3]) == ("-", "0.500 (k 2)")
@@ -46,7 +47,11 @@ def test_answers_of_all_instances_make_one_line_and_a_row_per_set(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "config", "complaint"),
     [
-        ("nowhere", "quickstart", "model.path: 'nowhere' does not exist"),
+        ("nowhere", "quickstart", "^MODEL: 'nowhere' is not there; name a model's directory"),
+        ("run/checkpoints/step_000009", "quickstart", "^MODEL: 'run/checkpoints/step_000009' is not there"),
+        ("adapter/adapter_config.json", "quickstart", "^MODEL: 'adapter/adapter_config.json' is a file"),
+        ("run", "quickstart", "^MODEL: run is no model, since it has no config.json"),
+        ("run/checkpoints/step_000005", "quickstart", "^MODEL: .*step_000005 is not a valid checkpoint: "),
         (str(MODEL), None, "CONFIG: is missing, and .* is not a run that has one"),
         (str(MODEL), "quickstart-ppo-cpu.yaml", "CONFIG|evaluate"),
         ("adapter", "quickstart", "^MODEL: adapter is an adapter, .*; name the merged model: hf/"),
@@ -58,6 +63,7 @@ def test_what_cannot_be_evaluated_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("adapter").mkdir()
     Path("adapter", "adapter_config.json").write_text("{}")
+    Path("run", "checkpoints", "step_000005").mkdir(parents=True)
     with pytest.raises(ConfigError, match=complaint):
         accept_evaluation(model, config, overrides=["evaluate.path=null"], ranks=1, run_dir=None)
 
@@ -101,6 +107,13 @@ def test_a_run_without_an_export_says_how_to_make_one(tmp_path: Path, monkeypatc
     assert done.exit_code == 2
     assert str(run) in done.output and len(done.output.strip().splitlines()) == 1
     assert "MODEL: " in done.output and "--resume" not in done.output
+
+
+def test_another_runs_directory_is_refused_without_a_way_to_continue_it(tmp_path: Path) -> None:
+    shutil.copy(Path(configs.__path__[0]) / "quickstart.yaml", tmp_path / "config.yaml")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\); choose another --run-dir$"):
+        accept_evaluation(str(MODEL), "quickstart", overrides=[], ranks=1, run_dir=str(tmp_path))
 
 
 def test_all_of_a_model_is_checked_before_anything_is_written(tmp_path: Path) -> None:
