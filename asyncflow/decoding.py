@@ -50,3 +50,11 @@ def _json_decoder(message: Any) -> "msgspec.json.Decoder[Any]":
 
 json_object = json_decoder(dict[str, Any]).decode
 """Decodes a line that must be a JSON object; raises one of `UNREADABLE`."""
+
+
+def json_step(data: bytes) -> dict[str, Any]:
+    """Decode a line about a step, a JSON object with a whole `step`; raises one of `UNREADABLE`."""
+    line = json_object(data)
+    if type(step := line.get("step")) is not int:
+        raise msgspec.ValidationError(f"step {step!r} is not a whole number")
+    return line

@@ -212,7 +212,7 @@ def ls_command(directory: Path, *, as_json: bool) -> None:
     """List runs, the newest last: state, step, reward.
 
     Use it to find a run. DIRECTORY: what holds them (runs). A state is running, paused, done, stopped (resumable),
-    failed or killed. REWARD is the mean over the last ten steps.
+    failed, killed, or unknown (its record is damaged). REWARD is the mean over the last ten steps.
     """
     with errors_as_exits():
         from launcher.run.several_runs import list_runs, list_text

@@ -308,10 +308,11 @@ def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
         return f"{name}: unknown key{origins.format_origin(keys)}; {hint}"
     advice = _ADVICE.get(kind) or as_advice(detail["msg"])
     near = _nearest_choice(value, detail)
-    what = f": {reprlib.repr(value)}"
+    what = reprlib.repr(value)
     if isinstance(value, Mapping):  # its keys are enough to find it
-        what = f" with {', '.join(islice(map(str, value), _MOST_KEYS))}{', ...' if len(value) > _MOST_KEYS else ''}"
-    return f"{name}{what} cannot be used{origins.format_origin(keys)}; {advice}{near}"
+        inside = [*islice(map(str, value), _MOST_KEYS), *(["..."] if len(value) > _MOST_KEYS else [])]
+        what = f"{{{', '.join(inside)}}}"
+    return f"{name}: {what} cannot be used{origins.format_origin(keys)}; {advice}{near}"
 
 
 def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:

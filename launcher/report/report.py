@@ -1,6 +1,5 @@
 """A run for people to look at: curves and samples, as a picture and as text. The page is `launcher.view`."""
 
-import contextlib
 import heapq
 import json
 import math
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncflow.decoding import UNREADABLE, json_decoder, json_object
+from asyncflow.decoding import UNREADABLE, json_decoder, json_object, json_step
 from asyncflow.errors import ConfigError
 from asyncflow.extras import check_installed
 from asyncflow.json_lines import LineReader
@@ -32,14 +31,11 @@ def read_curves(run_dir: Path) -> Curves:
     """Read every figure of a run, which may be live. Those of evaluations are named `evaluation/...`.
 
     Raises:
-        ConfigError: the run has no finished step, or a line is not JSON.
+        ConfigError: the run has no finished step, or a line is damaged.
     """
     curves: dict[str, dict[int, float]] = {}
-    try:
-        lines = [(line["step"], line) for line in LineReader(run_dir / METRICS_FILE).read()]
-        evaluations = LineReader(run_dir / EVALUATION_FILE).read()
-    except KeyError as error:
-        raise ConfigError(f"RUN: {run_dir}: a line of its metrics has no {error}; repair the file") from error
+    lines = [(line["step"], line) for line in LineReader(run_dir / METRICS_FILE, json_step).read()]
+    evaluations = LineReader(run_dir / EVALUATION_FILE, json_step).read()
     for step, line in [*lines, *((each["step"], {"evaluation": each}) for each in evaluations)]:
         for name, value in figures(line).items():
             curves.setdefault(name, {})[step] = value
@@ -190,9 +186,11 @@ def samples_text(
     Raises:
         ConfigError: the run has no such samples.
     """
-    lines = list(_kept_lines(run_dir))
+    lines, unreadable = _kept_lines(run_dir)
     if not lines:
-        raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has no samples; see rollout.samples_per_step")
+        why = f"{unreadable} damaged lines and no others" if unreadable else "no samples; see rollout.samples_per_step"
+        raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has {why}")
+    lines, again = _newest_of_rows(lines)
     there = sorted({line.step for line in lines})
     if steps is None:
         steps = (there[0], there[-1]) if search or group is not None else (there[-1], there[-1])
@@ -215,8 +213,11 @@ def samples_text(
         shown = low + [line for line in reversed(high) if line not in low]
     else:
         shown = chosen[:number]
-    texts = [_text(line.read()) for line in shown]
-    return plain("\n".join([*texts, _RULE, f"{len(shown)} of {len(chosen)} rollouts kept of {where}"]))
+    texts = [_text_or_damage(line) for line in shown]
+    told = f"{len(shown)} of {len(chosen)} rollouts kept of {where}"
+    told += f"; {again} of this run that were drawn again after it went back are left out" if again else ""
+    told += f"; {unreadable} lines of this run cannot be read" if unreadable else ""
+    return plain("\n".join([*texts, _RULE, told]))
 
 
 def has_text(line: Mapping[str, Any], search: str) -> bool:
@@ -255,6 +256,8 @@ class _Choice(msgspec.Struct):
 
     step: int
     group: int = -1
+    index: int | None = None
+    lineage: int = 0
     reward: float | None = None
 
 
@@ -263,6 +266,8 @@ class _KeptLine(NamedTuple):
 
     step: int
     group: int
+    row: int | None
+    lineage: int
     reward: float | None
     path: Path
     place: int  # bytes
@@ -276,18 +281,63 @@ class _KeptLine(NamedTuple):
 _decode_choice = json_decoder(_Choice).decode
 
 
-def _kept_lines(run_dir: Path) -> Iterator[_KeptLine]:
+def _kept_lines(run_dir: Path) -> tuple[list[_KeptLine], int]:
+    """Return the rollouts, and how many lines are none."""
+    found: list[_KeptLine] = []
+    unreadable = 0
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
         place = 0
         try:
             with path.open("rb") as file:
                 for line in file:
-                    with contextlib.suppress(*UNREADABLE, msgspec.ValidationError):  # a crash may have torn it
+                    if not line.endswith(b"\n"):
+                        break  # it is being written
+                    try:
                         one = _decode_choice(line)
-                        yield _KeptLine(one.step, one.group, one.reward, path, place)
+                        found.append(_KeptLine(one.step, one.group, one.index, one.lineage, one.reward, path, place))
+                    except UNREADABLE:
+                        unreadable += 1  # a crash may have torn it
                     place += len(line)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
+    return found, unreadable
+
+
+def _newest_of_rows(lines: Sequence[_KeptLine]) -> tuple[list[_KeptLine], int]:
+    """Return the lines without those whose row a later lineage drew again, and how many these are."""
+    newest: dict[int | None, int] = {}
+    for line in lines:
+        newest[line.row] = max(line.lineage, newest.get(line.row, line.lineage))
+    kept = [line for line in lines if line.row is None or line.lineage == newest[line.row]]
+    return kept, len(lines) - len(kept)
+
+
+class KeptRow(msgspec.Struct):
+    """What people are shown of a kept rollout. Lines of other versions may lack some of it."""
+
+    step: int
+    index: int | None = None
+    group: int | None = None
+    lineage: int = 0
+    time_s: float = 0.0
+    versions: list[tuple[int, int]] = []
+    tokens: list[str] = []
+    log_probs: list[float | None] = []
+    reward: float | None = None
+    turn_rewards: list[float | None] = []
+    response_tokens: int = 0
+    conversations: list[list[dict[str, Any]]] = []
+    samples: list[list[tuple[int, str]]] = []
+    metrics: dict[str, float | None] = {}
+
+
+def _text_or_damage(line: _KeptLine) -> str:
+    try:
+        fields = line.read()
+        msgspec.convert(fields, KeptRow)
+    except UNREADABLE as error:
+        return f"{_RULE}\nstep {line.step}: {line.path}: a line cannot be read: {error}"
+    return _text(fields)
 
 
 def reward_text(line: Mapping[str, Any]) -> str:
@@ -295,7 +345,11 @@ def reward_text(line: Mapping[str, Any]) -> str:
     if line.get("reward") is None:
         return "no reward"
     turns = line.get("turn_rewards") or ()
-    return f"reward {line['reward']:g}" + (f" (turns: {', '.join(f'{each:g}' for each in turns)})" if turns else "")
+    return f"reward {line['reward']:g}" + (f" (turns: {', '.join(map(_figure, turns))})" if turns else "")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"  # what is no number is null in JSON
 
 
 def _text(line: dict[str, Any]) -> str:
@@ -310,7 +364,7 @@ def _text(line: dict[str, Any]) -> str:
         [{"role": "user", "content": line.get("prompt")}, {"role": "assistant", "content": line.get("response")}]
     ]
     if line.get("metrics"):
-        head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())
+        head += "\n" + ", ".join(f"{name} {_figure(value)}" for name, value in line["metrics"].items())
     bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
     for place, runs in enumerate(line.get("samples") or ()):
         bodies[place] += "\n[tokens] " + "".join(f"«{text}»" if drawn else text for drawn, text in runs)

@@ -86,7 +86,7 @@ def _without_preamble(error: click.UsageError) -> str:
     missing = isinstance(error, click.MissingParameter)
     if isinstance(error, click.BadParameter) and error.param is not None and not missing:
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
-        return f"{name}: {error.message.rstrip('.')}"
+        return f"{name}: {error.message.rstrip('.').replace('a valid integer range', 'a whole number')}"
     return error.format_message().rstrip(".")
 
 

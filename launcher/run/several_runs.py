@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ConfigError
+from asyncflow.decoding import json_step
+from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import LineReader
 from asyncflow.run_files import CONFIG_FILE, LOGS, METRICS_FILE
 from launcher.config.load_config import flatten, read_yaml
@@ -38,10 +40,11 @@ class RunLine:
     """One run in a list.
 
     Attributes:
-        state: running, paused, done, stopped (resumable), failed or killed.
+        state: running, paused, done, stopped (resumable), failed, killed, or unknown (its record is damaged).
         step, steps: the last finished step, and the run's last; see `last_step`.
         reward: mean reward of the last steps; None: no step is finished.
         changed_at: when the run last finished a step, or began (unix time, s).
+        problem: what of its metrics cannot be read; the figures are of the other lines.
     """
 
     path: Path
@@ -50,11 +53,12 @@ class RunLine:
     steps: int
     reward: float | None
     changed_at: float
+    problem: str = ""
 
     @staticmethod
     def read(run_dir: Path) -> "RunLine":
-        """Read a run's files. A file that is missing or damaged is shown as nothing, so that one run hides no other."""
-        metrics = _lines_of(run_dir / METRICS_FILE)
+        """Read a run's files. What is missing or damaged is left out, so that one run hides no other."""
+        metrics, problem = _lines_of(run_dir / METRICS_FILE)
         rewards = [line["reward_mean"] for line in metrics[-LAST_STEPS:] if _is_number(line.get("reward_mean"))]
         try:
             steps = last_step(read_yaml(run_dir / CONFIG_FILE).values)
@@ -64,15 +68,16 @@ class RunLine:
         return RunLine(
             run_dir,
             live_state(run_dir) if is_live(run_dir) else end_state(RunEnd.read(run_dir)),
-            max((int(line["step"]) for line in metrics if _is_number(line.get("step"))), default=0),
+            max((int(line["step"]) for line in metrics), default=0),
             steps,
             statistics.fmean(rewards) if rewards else None,
             max(changed, default=0.0),
+            problem,
         )
 
     def as_dict(self) -> dict[str, Any]:
         return {"run_dir": str(self.path), "state": self.state, "step": self.step, "steps": self.steps,
-                "reward": self.reward, "changed_at": self.changed_at}  # fmt: skip
+                "reward": self.reward, "changed_at": self.changed_at, "problem": self.problem}  # fmt: skip
 
 
 def last_step(settings: Mapping[str, Any]) -> int:
@@ -86,15 +91,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
+def _lines_of(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines of a file that can be read, and what is wrong with the first of the others."""
     try:
-        return list(LineReader(path).read())
-    except (ConfigError, OSError):
-        return []
+        found = LineReader(path, json_step).read_lines()
+    except AsyncFlowError as error:
+        return [], str(error)
+    wrong = [f"{path.name}:{number}: {what}" for number, what in found.wrong]
+    more = f" (and {len(wrong) - 1} more lines)" if len(wrong) > 1 else ""
+    return [line for _, line in found.lines], f"{wrong[0]}{more}" if wrong else ""
 
 
 def end_state(end: RunEnd | None) -> str:
     """Return the state of a run that is not live."""
+    if end is not None and not end.readable:
+        return "unknown"
     if end is None or end.code is None:
         return "killed"
     return {DONE: "done", RESUMABLE: "stopped"}.get(end.code, "failed")
@@ -116,7 +127,8 @@ def list_text(runs: Sequence[RunLine]) -> str:
         changed = datetime.fromtimestamp(run.changed_at).strftime("%d %b %H:%M")
         step = f"{run.step}/{run.steps or '?'}" if run.step or run.steps else "-"
         rows.append((plain(run.path.name), run.state, step, reward, changed))
-    return table(rows)
+    told = [f"{plain(run.path.name)}: left out is {plain(run.problem)}" for run in runs if run.problem]
+    return "\n".join([table(rows), *(textwrap.fill(line, 80, subsequent_indent="  ") for line in told)])
 
 
 def diff_text(runs: Sequence[Path], *, width: int = 80) -> str:

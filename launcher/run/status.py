@@ -16,7 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.clock import HostClock
+from asyncflow.decoding import UNREADABLE, json_decoder, json_step
 from asyncflow.errors import ConfigError, TransportError, size_text
 from asyncflow.job import PAUSED, GangSpec, Job
 from asyncflow.json_lines import LineReader, replace_text
@@ -226,6 +229,17 @@ class RunStatus:
         return rows
 
 
+class _EndFile(msgspec.Struct):
+    run_dir: str
+    lines: list[str]
+    exit_code: int | None
+    time: float | None
+    restarts: dict[str, Any]
+
+
+_decode_end = json_decoder(_EndFile).decode
+
+
 @dataclass(frozen=True)
 class RunEnd:
     """How the last start of a run ended.
@@ -235,6 +249,7 @@ class RunEnd:
         code: its exit code; None: it ended without recording one.
         at: when (unix time, s).
         restarts: what failed before that and was started again.
+        readable: whether the record is undamaged, if there is one.
     """
 
     run_dir: Path
@@ -242,15 +257,20 @@ class RunEnd:
     code: int | None = None
     at: float | None = None
     restarts: RestartLog = field(default_factory=RestartLog)
+    readable: bool = True
 
     @staticmethod
     def read(run_dir: Path) -> "RunEnd | None":
         """Return it for a run that is not live; None: `run_dir` is not a run's directory."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            fields = json.loads((run_dir / END_FILE).read_text())
-            restarts = RestartLog.from_summary(fields["restarts"])
-            lines = _as_of(run_dir, fields["run_dir"], fields["lines"])
-            return RunEnd(run_dir, lines, fields["exit_code"], fields["time"], restarts)
+        try:
+            fields = _decode_end((run_dir / END_FILE).read_bytes())
+            lines = _as_of(run_dir, fields.run_dir, fields.lines)
+            return RunEnd(run_dir, lines, fields.exit_code, fields.time, RestartLog.from_summary(fields.restarts))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, *UNREADABLE, ValueError, KeyError, TypeError) as error:
+            why = f"ended, but {END_FILE} cannot be read ({error}), so how is not known; its logs may say"
+            return RunEnd(run_dir, (f"logs: {run_dir / LOGS}", why), readable=False)
         if not (run_dir / CONFIG_FILE).is_file():
             return None
         finished = [int(line["step"]) for line in _numbered_lines(run_dir / METRICS_FILE)]
@@ -369,4 +389,4 @@ def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
 
 def _numbered_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines that have a step; damaged ones are what `asyncflow report` and `verify` complain about."""
-    return [line for _, line in LineReader(path).read_lines().lines if isinstance(line.get("step"), int)]
+    return [line for _, line in LineReader(path, json_step).read_lines().lines]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 DASHBOARD = Path(__file__).parent / "dashboard.json"
-_STATES = ("running", "done", "stopped", "failed", "killed")
+_STATES = ("running", "done", "stopped", "failed", "killed", "unknown")
 # Figures of metrics.jsonl in whose name a part is a label: pattern, name, labels of its groups.
 _LABELLED = (
     (re.compile(r"idle_fraction/(.+)"), "idle_fraction", ("role",)),

@@ -26,7 +26,7 @@ from asyncflow.decoding import UNREADABLE, json_decoder, json_object
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.run_files import LEDGER_FILE, SAMPLES, TRACE
 from launcher.process.progress import plain
-from launcher.report.report import reward_text
+from launcher.report.report import KeptRow, reward_text
 from launcher.run.rundir import is_inside
 from launcher.run.several_runs import check_runs
 
@@ -55,6 +55,39 @@ class _Line(msgspec.Struct):
 
     def names(self, row: int) -> bool:
         return row == self.index or row in self.indices or row in self.rows
+
+
+class _Lease(msgspec.Struct):
+    task: str
+    token: int
+    time_s: float
+    lineage: int = 0
+    to: str = ""
+    ended: str = ""
+
+
+class _Computed(msgspec.Struct):
+    step: int
+    lineage: int
+    log_probs: list[float | None]
+
+
+class _Trained(msgspec.Struct):
+    step: int
+    lineage: int
+    time_s: float
+    group: int
+    versions: tuple[int, int]
+    admitted_step: int
+    epoch: int
+    staleness: float
+
+
+class _Replaced(msgspec.Struct):
+    step: int
+    group: int
+    replaced_by: int
+    task: str = ""
 
 
 _decode = json_decoder(_Line).decode
@@ -256,6 +289,7 @@ class RowTrace:
         leases: in order of time; a resumed run counts its time anew, in a later lineage.
         computed: the trainer's log-probabilities, of each time that it was trained.
         trained, replaced: the lines of the ledger.
+        damaged: how many lines that name the row are none of these.
     """
 
     row: int
@@ -264,6 +298,7 @@ class RowTrace:
     computed: Sequence[Fields] = ()
     trained: Sequence[Fields] = field(default=())
     replaced: Sequence[Fields] = ()
+    damaged: int = 0
 
     @staticmethod
     def read(run_dir: Path, row: int) -> "RowTrace":
@@ -284,20 +319,20 @@ class RowTrace:
                 f"ROW: {run_dir} wrote nothing about row {row}; a row is in its ledger once it is trained, and "
                 f"elsewhere if its group is kept (rollout.samples_per_step)"
             )
-        folders = [(name.partition("/")[0], Path(name).stem, line) for name, line in lines]
-        traces = [(stem, line) for folder, stem, line in folders if folder == TRACE]
-        ledger = [line for name, line in lines if name == LEDGER_FILE]
-        return RowTrace(
-            row,
-            [{**line, "worker": stem} for folder, stem, line in folders if folder == SAMPLES],
-            sorted((line for stem, line in traces if stem.startswith("leases-")), key=_when),
-            [line for stem, line in traces if stem.startswith("trained-")],
-            [line for line in ledger if "replaced_by" not in line],
-            [line for line in ledger if "replaced_by" in line],
-        )
+        found: dict[type, list[Fields]] = {kind: [] for kind in (KeptRow, _Lease, _Computed, _Trained, _Replaced)}
+        damaged = 0
+        for name, line in lines:
+            kind = _kind_of(name, line)
+            try:
+                msgspec.convert(line, kind)
+                found[kind].append({**line, "worker": Path(name).stem} if kind is KeptRow else line)
+            except msgspec.ValidationError:
+                damaged += 1
+        leases = sorted(found[_Lease], key=_when)
+        return RowTrace(row, found[KeptRow], leases, found[_Computed], found[_Trained], found[_Replaced], damaged)
 
     def as_dict(self) -> Fields:
-        return {name: value if name == "row" else list(value) for name, value in vars(self).items()}
+        return {name: value if isinstance(value, int) else list(value) for name, value in vars(self).items()}
 
     def gaps(self) -> list[float | None]:
         """Return `log_prob_gaps` of the sample that was trained; []: it is not known, e.g. since there are several."""
@@ -346,6 +381,8 @@ class RowTrace:
         if self.leases:
             lines.append("  leases")
             lines += _lease_lines(self.leases)
+        if self.damaged:
+            lines.append(f"  {self.damaged} lines that name it are damaged, and left out")
         if not self.samples:
             lines.append("  its group is not among those kept (rollout.samples_per_step): the ledger is all there is")
         return plain("\n".join(lines))
@@ -362,6 +399,15 @@ class RowTrace:
             f"  log-probabilities, engine minus trainer, of {len(gaps)} tokens: mean |gap| {mean:.4f},",
             f"    largest {gaps[worst]:+.4f} at token {worst}{said}",
         ]
+
+
+def _kind_of(name: str, line: Fields) -> type:
+    """Return what a line of a file is; `name`: the file's, in the run's directory."""
+    if name == LEDGER_FILE:
+        return _Replaced if "replaced_by" in line else _Trained
+    if name.startswith(f"{SAMPLES}/"):
+        return KeptRow
+    return _Lease if Path(name).stem.startswith("leases-") else _Computed
 
 
 def log_prob_gaps(drawn: Sequence[Any], computed: Sequence[Any]) -> list[float | None]:

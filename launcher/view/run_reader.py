@@ -33,7 +33,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import numpy
 
-from asyncflow.decoding import UNREADABLE, json_decoder, json_object
+from asyncflow.decoding import UNREADABLE, json_decoder, json_object, json_step
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.job import GangSpec
 from asyncflow.json_lines import LineReader, finite_fields
@@ -67,6 +67,7 @@ MOST_POINTS = 1000
 """Most points of a curve; those of longer runs are means over several steps."""
 _LOG_BYTES = 64 * 1024
 _MOST_STACKS = 24
+_MOST_PROBLEMS = 4  # lines of one file that are named
 _TIMELINE_BYTES = 32 * 2**20
 _NOT_CURVES = frozenset({"step", "lineage"})
 # Quantiles of Student's t for a 95 % interval of a mean, by number of values.
@@ -101,7 +102,7 @@ class Curves:
         self._forget()
 
     def _forget(self) -> None:
-        self._lines = LineReader(self._path)
+        self._lines = LineReader(self._path, json_step)
         self._columns: dict[str, array[float]] = {}
         self._steps: array[int] = array("q")
         self.problems = []
@@ -111,13 +112,13 @@ class Curves:
     def read(self) -> None:
         """Take in the steps that finished since the last call."""
         found = self._lines.read_lines()
-        news = [line for _, line in found.lines if isinstance(line.get("step"), int)]
+        news = [line for _, line in found.lines]
         # A cut file may have grown beyond the cursor again: then the next step, or its lineage, is another one.
         if self._steps and (found.wrong or (news and not self._follows(news))):
             self.generation += 1
             self._forget()
             found = self._lines.read_lines()
-            news = [line for _, line in found.lines if isinstance(line.get("step"), int)]
+            news = [line for _, line in found.lines]
         self.problems += [f"{found.describe_place(number)}: {what}" for number, what in found.wrong]
         newest: dict[int, Fields] = {}
         for line in news:
@@ -203,6 +204,7 @@ _Number = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]  # fits the column
 
 class _SampleLine(msgspec.Struct):
     step: _Number
+    lineage: _Number = 0
     group: _Number = 0
     index: _Number = 0
     reward: float | None = None
@@ -220,7 +222,7 @@ class _IndexedFile:
 
 
 class _LineIndex:
-    """Where each line of some files stands, so that some are read without the others: columns of 44 bytes for each."""
+    """Where each line of some files stands, so that some are read without the others: columns of 48 bytes for each."""
 
     def __init__(self, run_dir: Path, pattern: str) -> None:
         self._run_dir = run_dir
@@ -231,7 +233,8 @@ class _LineIndex:
         self._files: dict[Path, _IndexedFile] = {}
         self._steps, self._groups, self._rows = array("q"), array("q"), array("q")
         self._rewards = array("d")
-        self._numbers, self._offsets = array("i"), array("q")
+        self._lineages, self._numbers, self._offsets = array("i"), array("i"), array("q")
+        self.num_unreadable = 0
 
     def read(self) -> None:
         """Take in the lines that were added since the last call; all of them if a file was cut or replaced."""
@@ -263,10 +266,11 @@ class _LineIndex:
                 self._groups.append(one.group)
                 self._rows.append(one.index)
                 self._rewards.append(math.nan if one.reward is None else one.reward)
+                self._lineages.append(one.lineage)
                 self._numbers.append(known.number)
                 self._offsets.append(known.read)
-            except (*UNREADABLE, msgspec.ValidationError):
-                pass  # a crash may have torn it
+            except (*UNREADABLE, OverflowError):
+                self.num_unreadable += 1  # a crash may have torn it
             known.read += len(line)
 
     def _read_lines(self, places: Sequence[int]) -> Iterator[tuple[int, Fields]]:
@@ -310,7 +314,8 @@ class SampleIndex(_LineIndex):
         return (min(self._steps), max(self._steps)) if self._steps else None
 
     def find(self, *, steps: tuple[int, int] | None, search: str, order: str, skip: int, number: int) -> Fields:
-        """Return {total, rows}: rollouts of some steps, those with a text, by reward or by step.
+        """Return {total, rows}: rollouts of some steps, those with a text, by reward or by step. A row that was drawn
+        again, since the run went back, counts as it was drawn last.
 
         Args:
             steps: the first and the last; None: all.
@@ -338,8 +343,22 @@ class SampleIndex(_LineIndex):
                 places = numpy.lexsort((numpy.asarray(self._rows), numpy.asarray(self._groups), -step))
             else:
                 places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
-            self._sorted = order, len(self._steps), places
+            self._sorted = order, len(self._steps), places[self._counts()[places]]
         return self._sorted[2]
+
+    def _counts(self) -> "numpy.ndarray[Any, Any]":
+        """Return of each line whether no later lineage drew its row again; evaluations number their rows anew."""
+        rows, lineages = numpy.asarray(self._rows), numpy.asarray(self._lineages)
+        counts = numpy.ones(len(rows), dtype=bool)
+        if len(rows) and lineages.min() < lineages.max():
+            drawn = numpy.isin(
+                self._numbers, [one.number for one in self._files.values() if _is_rollout(one.path.stem)]
+            )
+            known, place = numpy.unique(rows[drawn], return_inverse=True)
+            newest = numpy.full(len(known), lineages.min())
+            numpy.maximum.at(newest, place, lineages[drawn])
+            counts[drawn] = lineages[drawn] == newest[place]
+        return counts
 
     def _add_gaps(self, rows: Sequence[Fields]) -> None:
         """Add the generating engine's log-probability minus the trainer's of each token that has both, as `gaps`.
@@ -355,10 +374,15 @@ class SampleIndex(_LineIndex):
                     row["gaps"] = [gap and round(gap, 4) for gap in log_prob_gaps(row["log_probs"], values)]
 
 
+def _is_rollout(stem: str) -> bool:
+    """Return whether a file of samples is of a rollout, not of an evaluation."""
+    return stem.startswith("rollout")
+
+
 def _is_drawn(row: Fields) -> bool:
-    """Return whether a line is of a rollout with log-probabilities, not of an evaluation."""
+    """Return whether a line is of a rollout with log-probabilities."""
     known = isinstance(row.get("index"), int) and isinstance(row.get("log_probs"), list)
-    return known and str(row["file"]).startswith("rollout")
+    return known and _is_rollout(str(row["file"]))
 
 
 # The run
@@ -376,13 +400,15 @@ class RunReader:
         self.run_dir = run_dir
         self.name = name
         self._curves = Curves(run_dir / METRICS_FILE)
-        self._evaluation_lines = LineReader(run_dir / EVALUATION_FILE)
+        self._evaluation_lines = LineReader(run_dir / EVALUATION_FILE, json_step)
         self._evaluations: dict[int, Fields] = {}
+        self._evaluation_problems: list[str] = []
         self._evaluation_generation = 0
         self._queue_depths = QueueDepths(MOST_POINTS)
         self._samples = SampleIndex(run_dir)
         self._settings: Mapping[str, Any] = {}
         self._settings_of: tuple[int, int, int] | None = None
+        self._settings_problem = ""
         self._account: Fields = {}
         self._account_due = 0.0
 
@@ -413,27 +439,41 @@ class RunReader:
             "queue_depths": self._queue_depths.news(have.queue_stride, have.queue_points),
             "end": end,
             "plan": finite_fields(self._plan()),
-            "problems": [*problems, *self._curves.problems[-5:]],
+            "problems": [*problems, *self._problems()],
             "at": time.time(),
         }
+
+    def _problems(self) -> list[str]:
+        """Return what cannot be read, the first lines of each file."""
+        problems = [self._settings_problem] if self._settings_problem else []
+        for of_file in (self._curves.problems, self._evaluation_problems):
+            problems += of_file[:_MOST_PROBLEMS]
+            if len(of_file) > _MOST_PROBLEMS:
+                problems.append(f"and {len(of_file) - _MOST_PROBLEMS} more lines of that file")
+        return problems
 
     def _read_evaluations(self) -> None:
         if self._curves.generation != self._evaluation_generation:  # the run went back, and cut this file, too
             self._evaluation_generation = self._curves.generation
-            self._evaluation_lines = LineReader(self.run_dir / EVALUATION_FILE)
-            self._evaluations = {}
-        for _, line in self._evaluation_lines.read_lines().lines:
-            if isinstance(line.get("step"), int):
-                self._evaluations[line["step"]] = line
+            self._evaluation_lines = LineReader(self.run_dir / EVALUATION_FILE, json_step)
+            self._evaluations, self._evaluation_problems = {}, []
+        found = self._evaluation_lines.read_lines()
+        self._evaluations |= {line["step"]: line for _, line in found.lines}
+        self._evaluation_problems += [f"{found.describe_place(number)}: {what}" for number, what in found.wrong]
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration, which a resumed run writes anew; {} if there is none yet, or it cannot be read."""
         path = self.run_dir / CONFIG_FILE
-        with contextlib.suppress(ConfigError, OSError, TypeError, ValueError):  # also while it is being written
+        try:
             facts = path.stat()
             now = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
             if now != self._settings_of and is_inside(path, self.run_dir):
-                self._settings, self._settings_of = dict(read_yaml(path).values), now
+                self._settings, self._settings_of = dict(read_yaml(path, argument=CONFIG_FILE).values), now
+            self._settings_problem = ""
+        except FileNotFoundError:
+            pass
+        except (ConfigError, OSError, TypeError, ValueError) as error:  # for a moment also while it is being written
+            self._settings_problem = str(error)
         return self._settings
 
     def _plan(self) -> Fields:
@@ -516,10 +556,7 @@ class RunReader:
         """Return the run's state and, if it is not live, how it ended."""
         if is_live(self.run_dir):
             return "running", None
-        end = None
-        if (self.run_dir / END_FILE).is_file():
-            with contextlib.suppress(AsyncFlowError, OSError, KeyError, TypeError, ValueError):
-                end = RunEnd.read(self.run_dir)
+        end = RunEnd.read(self.run_dir) if (self.run_dir / END_FILE).exists() else None
         end = end or RunEnd.killed(self.run_dir, self._curves.last.get("step", 0))
         return end_state(end), {
             "lines": list(end.lines), "code": end.code, "at": end.at, "restarts": end.restarts.to_summary(),
@@ -531,10 +568,10 @@ class RunReader:
         self, *, steps: tuple[int, int] | None = None, search: str = "", order: str = "newest", skip: int = 0,
         number: int = 20,
     ) -> Fields:  # fmt: skip
-        """Return {total, steps, rows}; see `SampleIndex.find`."""
+        """Return {total, steps, unreadable, rows}; see `SampleIndex.find`. `unreadable`: lines that are none."""
         self._samples.read()
         found = self._samples.find(steps=steps, search=search, order=order, skip=skip, number=number)
-        return {"steps": self._samples.steps, **found}
+        return {"steps": self._samples.steps, "unreadable": self._samples.num_unreadable, **found}
 
     def logs(self) -> list[LogFile]:
         """Return the logs that are inside the run's directory, by name."""

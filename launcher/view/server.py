@@ -148,9 +148,9 @@ class ViewServer:
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
         number = self._number_of_run(request)
-        steps = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", request.query.get("step", ""))
-        order = request.query.get("order", "newest")
-        if order not in ("newest", "best", "worst"):
+        asked, order = request.query.get("step", ""), request.query.get("order", "newest")
+        steps = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", asked, re.ASCII)
+        if order not in ("newest", "best", "worst") or (asked and steps is None):
             raise web.HTTPBadRequest
         skip, most = _whole(request, "skip", 0), min(_MOST_ROWS, _whole(request, "number", 20))
         return _json(
@@ -254,7 +254,8 @@ async def _serve(run_dirs: Sequence[Path], port: int, control: bool, say: Callab
         try:
             await web.TCPSite(runner, "127.0.0.1", port).start()
         except OSError as error:
-            raise ConfigError(f"--port: {port} cannot be used ({error.strerror}); choose another, or 0") from error
+            why = os.strerror(error.errno or 0)  # asyncio's own text has the address once more
+            raise ConfigError(f"--port: {port} cannot be used ({why}); choose another, or 0") from error
         port = int(runner.addresses[0][1])
         say(f"open http://127.0.0.1:{port}/{server.token}/")
         say(f"from another machine: ssh -L {port}:127.0.0.1:{port} THIS_HOST, then open the same address; Ctrl-C ends")

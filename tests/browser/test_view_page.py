@@ -131,6 +131,32 @@ def test_a_finished_run_shows_its_curves_and_samples(run_dir: Path, page: Any) -
         page.get_by_label("steps").press("Enter")
         expect(page.locator("#page")).to_contain_text("of 2 kept rollouts")
         assert page.locator("article.sample").count() == 2
+        for text, says in (("3 - 4", "of 4 kept rollouts"), ("abc", '"abc" is no step'), ("4-3", "give 3-4")):
+            page.get_by_label("steps").fill(text)
+            page.get_by_label("steps").press("Enter")
+            expect(page.locator("#page")).to_contain_text(says)
+        assert page.locator("article.sample").count() == 0
+
+
+def test_a_plot_takes_the_colours_of_the_scheme_that_the_reader_changes_to(run_dir: Path, page: Any) -> None:
+    add_steps(run_dir, 1, 30)
+    # Whether a pixel has the colour of lines, of the scheme that is chosen.
+    look = """() => {
+        const named = [...document.querySelectorAll(".panel")].find(one => one.textContent.startsWith("Reward "));
+        const canvas = named.querySelector("canvas");
+        const line = getComputedStyle(document.documentElement).getPropertyValue("--line").trim();
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const wanted = [1, 3, 5].map(at => parseInt(line.slice(at, at + 2), 16));
+        for (let i = 0; i < data.length; i += 4)
+            if (data[i + 3] === 255 && wanted.every((value, k) => data[i + k] === value)) return true;
+        return false;
+    }"""
+    with served(run_dir) as address:
+        page.goto(address)
+        page.wait_for_selector("article.sample")
+        for scheme in ("light", "dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_function(look, timeout=WAIT_MS)
 
 
 def test_drawn_tokens_are_the_redder_the_further_the_engines_differ(run_dir: Path, page: Any) -> None:
@@ -391,6 +417,15 @@ def test_an_empty_run_and_one_that_was_killed_say_so(tmp_path: Path, run_dir: Pa
     add_steps(killed, 1, 3)
     add_steps(failed, 1, 3)
     RunEnd(failed, ["failed (step 3): actor rank 0 failed: out of memory"], 1, 0.0).write()
+    lost = make_run(tmp_path / "lost", "[]")
+    (lost / "metrics.jsonl").write_bytes(b"\x00\xff\n" * 9)
+    (lost / "end.json").write_text("{")
+    with served(lost) as address:
+        page.goto(address)
+        expect(page.locator("header .state")).to_have_text(["unknown"])
+        expect(page.locator("body")).to_contain_text("No step can be read: see What failed?")
+        expect(page.locator("section:has(#failures)")).to_contain_text("and 5 more lines of that file")
+        expect(page.locator(".ended")).to_contain_text("end.json cannot be read")
     with served(run_dir, killed, failed) as address:
         page.goto(address)
         expect(page.locator("header .state")).to_have_text(["killed", "killed", "failed"])

@@ -146,8 +146,8 @@ class DataConfig(HubPart):
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt (tokens); for algorithm `sft`, which generates nothing, the longest row with its completion."""
     overlong: Literal["reject", "skip"] = "skip"
-    """Prompts longer than `max_prompt_tokens`: `reject` refuses the run, `skip` leaves them out and says how many. Those
-    of a `source` are always refused."""
+    """Prompts longer than `max_prompt_tokens`: `reject` refuses the run, `skip` leaves them out and says how many.
+    Those of a `source` are always refused."""
     shuffle: bool = True
     """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
     _section: str = PrivateAttr("data")

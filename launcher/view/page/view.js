@@ -156,6 +156,16 @@ function liveSource() {
   };
 }
 
+/** Return [first, last] of a text such as `3` or `3-10`; null: all steps. Throws where it is none of these. */
+function stepsIn(text) {
+  if (!text) return null;
+  const found = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(text.replace(/\s/g, ""));
+  if (!found) throw new Error(`steps: "${text}" is no step; give one, such as 3, or a range, such as 3-10`);
+  const first = Number(found[1]), last = Number(found[2] || found[1]);
+  if (last < first) throw new Error(`steps: ${first}-${last} goes backwards; give ${last}-${first}`);
+  return [first, last];
+}
+
 /** Return the texts in a value of JSON, without keys and roles. */
 function textsIn(value) {
   if (typeof value === "string") return [value];
@@ -168,10 +178,10 @@ function frozenSource(data) {
     frozen: true,
     state: async () => data.state,
     samples: async (run, query) => {
-      const wanted = query.search.toLowerCase(), steps = /^(\d+)(?:-(\d+))?$/.exec(query.step);
+      const wanted = query.search.toLowerCase(), steps = stepsIn(query.step);
       const rows = data.samples.rows.filter((row) => (!wanted || [row.prompt, row.response, row.ground_truth, row.conversations]
         .flatMap(textsIn).some((text) => text.toLowerCase().includes(wanted)))
-        && (!steps || (row.step >= Number(steps[1]) && row.step <= Number(steps[2] || steps[1]))));
+        && (!steps || (row.step >= steps[0] && row.step <= steps[1])));
       const sign = query.order === "best" ? -1 : 1;
       if (query.order === "newest") rows.sort((a, b) => b.step - a.step || a.group - b.group || a.index - b.index);
       else rows.sort((a, b) => (a.reward === null) - (b.reward === null) || sign * (a.reward - b.reward));
@@ -245,6 +255,8 @@ function roomFor(plot, low, high) {
 // A panel with curves
 
 const page = { runs: [], panels: [], smoothing: 0, current: 0, source: null, zoom: null, stacks: new Map(), timeline: null };
+
+const dark = matchMedia("(prefers-color-scheme: dark)");  // a plot keeps the colours with which it was made
 
 class Panel {
   constructor(spec) {
@@ -331,8 +343,8 @@ class Panel {
       tables.push(columns);
     }
     const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
-    const signature = JSON.stringify(curves.map((curve) => [curve.label, curve.faint, curve.low !== null, curve.colour,
-      curve.few, curve.bars && curve.xs.every(Number.isInteger)]));
+    const signature = JSON.stringify([dark.matches, curves.map((curve) => [curve.label, curve.faint, curve.low !== null, curve.colour,
+      curve.few, curve.bars && curve.xs.every(Number.isInteger)])]);
     if (this.plot && signature === this.signature) {
       const xs = this.plot.data[0], scale = this.plot.scales.x;
       const zoomed = xs.length > 1 && (scale.min > xs[0] || scale.max < xs[xs.length - 1]);
@@ -491,15 +503,17 @@ function samplesPart() {
     const mine = ++asked;
     let found;
     try {
+      const steps = stepsIn(step.value.trim());
       found = await page.source.samples(page.current,
-        { step: step.value.trim(), search: search.value, order: order.value, skip, number: PER_PAGE });
-    } catch (error) { told.textContent = "no samples: " + error.message; return; }
+        { step: steps ? steps.join("-") : "", search: search.value, order: order.value, skip, number: PER_PAGE });
+    } catch (error) { fill(rows); told.textContent = "no samples: " + error.message; return; }
     if (mine !== asked) return;  // a later question is under way
     fill(rows, found.rows.map(sampleNode));
     controls.hidden = !found.steps;
-    told.textContent = !found.steps ? "no samples yet; see rollout.samples_per_step"
+    const damaged = found.unreadable ? `; ${found.unreadable} lines cannot be read` : "";
+    told.textContent = !found.steps ? (found.unreadable ? `no samples that can be read${damaged}` : "no samples yet; see rollout.samples_per_step")
       : `${found.total ? skip + 1 : 0} to ${Math.min(skip + PER_PAGE, found.total)} of ${found.total} kept rollouts, `
-        + `of steps ${found.steps[0]} to ${found.steps[1]}` + (page.source.frozen ? "; all kept ones: asyncflow view" : "");
+        + `of steps ${found.steps[0]} to ${found.steps[1]}` + damaged + (page.source.frozen ? "; all kept ones: asyncflow view" : "");
     back.disabled = skip === 0;
     on.disabled = skip + PER_PAGE >= found.total;
   }
@@ -814,7 +828,7 @@ function controlButtons(name, place, state) {
 /** How runs ended that did not end by themselves, with how to go on; the report has it in its summary. */
 function endings() {
   if (page.source.frozen) return [];
-  return page.runs.filter((run) => ["killed", "failed"].includes(run.now.state) && run.now.end).map((run) => {
+  return page.runs.filter((run) => ["killed", "failed", "unknown"].includes(run.now.state) && run.now.end).map((run) => {
     const lines = run.now.end.lines, resume = lines.find((line) => line.startsWith("resume with: ")) || "";
     return el("div", { class: "problem ended" }, (page.runs.length > 1 ? run.now.name + ": " : "") + [lines[lines.length - 1], resume].join("\n").trim());
   });
@@ -833,7 +847,8 @@ function cards() {
     el("span", null, evaluation.accuracy_low === undefined ? "held-out accuracy"
       : `held-out accuracy (${number(evaluation.accuracy_low)} to ${number(evaluation.accuracy_high)})`)));
   return found.length ? el("div", { class: "figures" }, found) : el("p", { class: "note" }, run.now.state === "running"
-    ? "No step is finished yet. The logs below say what goes on." : "No step was finished. The logs below say why.");
+    ? "No step is finished yet. The logs below say what goes on." : (run.now.problems || []).length
+      ? "No step can be read: see What failed?" : "No step was finished. The logs below say why.");
 }
 
 function build(root) {
@@ -902,6 +917,7 @@ function build(root) {
       link.hidden = !target || target.closest("[hidden]") !== null;
     }
   }
+  dark.addEventListener("change", updatePanels);
   let first = true, finished = "", lateFor = 0, updates = 0;
   async function update() {
     let state;

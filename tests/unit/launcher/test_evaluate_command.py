@@ -77,6 +77,10 @@ def test_what_cannot_be_evaluated_is_refused(
             "b: {path: quickstart/held_out.jsonl}}}",
             "evaluate.sets: they draw in different ways",
         ),
+        (
+            "evaluate.sets={a: {path: quickstart/held_out.jsonl}}",
+            r"evaluate: \{path, interval, sets\} cannot be used \(.*quickstart.yaml:\d+, and --set evaluate.sets",
+        ),
         ("vllm={max_model_len: 6}", "vllm.max_model_len: 6 is less than data.max_prompt_tokens"),
         ("vllm={tensor_parallel_size: 3}", "vllm.tensor_parallel_size: 3 does not divide"),
     ],

@@ -78,6 +78,17 @@ def test_a_kept_row_is_followed_from_its_leases_to_its_step(run_dir: Path) -> No
     assert json.loads(shown.output)["trained"] == [trained(3, 6, 7)]
 
 
+def test_damaged_lines_are_counted_and_the_others_told(run_dir: Path) -> None:
+    keep(run_dir, 6)
+    append(run_dir / "ledger.jsonl", {"indices": [6]})
+    append(run_dir / "samples" / "rollout-1.jsonl", {"index": 6, "step": 3, "versions": [1]})
+    append(run_dir / "trace" / "leases-controller-0.jsonl", {"rows": [6], "task": 5})
+    append(run_dir / "trace" / "trained-0.jsonl", {"index": 6, "step": 3, "log_probs": "x"})
+    found = RowTrace.read(run_dir, 6)
+    assert found.damaged == 4 and len(found.leases) == 3
+    assert found.as_text().splitlines()[-1] == "  4 lines that name it are damaged, and left out"
+
+
 def test_the_largest_gap_is_named_by_its_token_where_others_have_no_number(run_dir: Path) -> None:
     found = RowTrace(
         7,

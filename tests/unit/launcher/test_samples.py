@@ -81,6 +81,31 @@ def test_a_line_of_another_version_is_shown_with_what_it_has(run_dir: Path) -> N
     assert "step 9, group None, row None: no reward, ? tokens\n[user] 1+1=\n[assistant] 2\n" in text
 
 
+def test_a_line_that_is_none_is_counted_and_one_that_cannot_be_shown_says_so(run_dir: Path) -> None:
+    with (run_dir / "samples" / "rollout-1.jsonl").open("w") as file:
+        for bad in (
+            "{damaged",
+            json.dumps({"step": 9, "versions": [1]}),
+            json.dumps({"step": 9, "metrics": {"a": None}}),
+        ):
+            file.write(f"{bad}\n")
+    text = samples_text(run_dir, steps=None, worst=0, best=0, number=9)
+    assert "step 9: " in text and "a line cannot be read: " in text and "\na -\n" in text
+    assert text.endswith("2 of 2 rollouts kept of step 9; 1 lines of this run cannot be read")
+    (run_dir / "samples" / "rollout-0.jsonl").write_bytes(b"\x00\x01\n" * 3)
+    (run_dir / "samples" / "rollout-1.jsonl").unlink()
+    with pytest.raises(ConfigError, match="samples has 3 damaged lines and no others"):
+        samples_text(run_dir, steps=None, worst=0, best=0, number=9)
+
+
+def test_rollouts_that_were_drawn_again_after_the_run_went_back_are_left_out(run_dir: Path) -> None:
+    again = [line(2, 1, 0.75, lineage=1), line(2, 9, 0.0, lineage=1)]
+    (run_dir / "samples" / "rollout-1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in again))
+    text = samples_text(run_dir, steps=None, worst=0, best=0, number=9)
+    assert sorted(shown(text)) == [1, 2, 3, 4, 9] and "row 1: reward 0.75" in text and "row 1: reward 0.5" not in text
+    assert text.endswith("; 1 of this run that were drawn again after it went back are left out")
+
+
 def test_a_step_without_samples_is_named(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--step: 7 has no samples; there are steps 1 to 2"):
         samples_text(run_dir, steps=(7, 7), worst=0, best=0, number=1)

@@ -52,7 +52,28 @@ def test_list_says_how_each_run_ended_and_one_damaged_run_hides_no_other(tmp_pat
     assert (runs["a"].step, runs["a"].steps, runs["a"].reward) == (3, 4, 2.5)
     assert (runs["f"].step, runs["f"].reward) == (2, 1)
     assert (runs["e"].step, runs["e"].steps, runs["e"].reward) == (0, 0, None)
-    assert all(len(line) <= 80 for line in list_text(list(runs.values())).splitlines())
+    assert runs["a"].problem == "" and runs["f"].problem == "metrics.jsonl:1: step None is not a whole number"
+    text = list_text(list(runs.values()))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "f: left out is metrics.jsonl:1: step None" in text and "e: left out is metrics.jsonl:1: not JSON" in text
+
+
+def test_a_run_whose_end_cannot_be_read_is_not_called_killed(tmp_path: Path) -> None:
+    for name, text in (("a", "\x00{"), ("b", "[1, 2]"), ("c", '{"code": "x"}')):
+        run = made_run(tmp_path / name, code=0)
+        (run / "end.json").write_text(text)
+        said = CliRunner().invoke(main, ["status", str(run)])
+        assert "ended, but end.json cannot be read (" in said.output and "--resume" not in said.output
+    assert {run.state for run in list_runs(tmp_path)} == {"unknown"}
+
+
+@pytest.mark.parametrize("command", ["diff", "plot"])
+def test_a_step_that_is_no_number_is_one_line(command: str, tmp_path: Path) -> None:
+    run, other = made_run(tmp_path / "a"), made_run(tmp_path / "b")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 1}\n{"step": "2", "reward_mean": 1}\n')
+    said = CliRunner().invoke(main, [command, str(run), str(other)])
+    assert (said.exit_code, said.output.count("\n")) == (2, 1), said.output
+    assert "metrics.jsonl:2: step '2' is not a whole number" in said.output
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,18 @@ def test_rollouts_have_the_gaps_of_their_tokens_where_it_is_known_which_drawing_
     assert gaps == {("rollout-0", 0): [0.5, None, 0.25]}, "row 1 was drawn twice, row 2 was trained twice"
 
 
+def test_a_row_that_was_drawn_again_after_the_run_went_back_counts_as_it_was_drawn_last(run_dir: Path) -> None:
+    run = RunReader(run_dir, "run")
+    for index, lineage in ((0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 1), (3, 1)):
+        sample(run_dir, 5, index, lineage, lineage=lineage)
+    append(run_dir / "samples" / "evaluate-0.jsonl", {"step": 9, "index": 1, "lineage": 0})
+    found = run.samples(order="newest")["rows"]
+    drawn = [(row["index"], row["lineage"]) for row in found if row["file"] == "rollout-0"]
+    assert drawn == [(0, 0), (1, 1), (2, 1), (2, 1), (3, 1)], "nobody can say which of two in one lineage was trained"
+    assert sum(row["file"] == "evaluate-0" for row in found) == 1
+    assert [row["reward"] for row in run.samples(order="worst", number=2)["rows"]] == [0, 1]
+
+
 def test_the_timeline_has_the_last_seconds_of_every_process(run_dir: Path) -> None:
     run = RunReader(run_dir, "run")
     assert run.timeline(10.0) == {"why": "no spans yet"}
@@ -222,6 +234,16 @@ def test_a_damaged_line_costs_its_step_and_is_named(run_dir: Path) -> None:
     state = page.update()
     assert page.steps == [1, 2, 4]
     assert "metrics.jsonl:3" in state["problems"][0]
+    for number in range(5, 12):
+        append(run_dir / "metrics.jsonl", {"step": str(number)})
+    append(run_dir / "evaluation.jsonl", {"step": None})
+    (run_dir / "config.yaml").write_text("steps: [1")
+    state = page.update()
+    assert page.steps == [1, 2, 4]
+    config, *of_metrics, more, evaluation = state["problems"]
+    assert config.startswith(f"{run_dir / 'config.yaml'}:1: YAML syntax") and "evaluation.jsonl:1" in evaluation
+    assert [one.partition("metrics.jsonl:")[2][:1] for one in of_metrics] == ["3", "5", "6", "7"]
+    assert more == "and 4 more lines of that file" and of_metrics[1].endswith("step '5' is not a whole number")
     assert state["state"] == "killed" and state["end"]["lines"]
 
 
@@ -232,12 +254,13 @@ def sample(run_dir: Path, step: int, index: int, reward: float | None, **more: o
 
 def test_samples_are_found_by_step_text_and_reward(run_dir: Path) -> None:
     run = RunReader(run_dir, "run")
-    assert run.samples() == {"steps": None, "total": 0, "rows": []}
+    assert run.samples() == {"steps": None, "unreadable": 0, "total": 0, "rows": []}
     sample(run_dir, 1, 0, 0.5, response="ÄPFEL")
     sample(run_dir, 2, 1, None)
     with (run_dir / "samples" / "rollout-0.jsonl").open("a") as file:
         file.write('{damaged\n{"step": 2, "index": 99999999999999999999}\n')
-    assert run.samples()["total"] == 2
+    found = run.samples()
+    assert (found["total"], found["unreadable"]) == (2, 2)
     sample(run_dir, 2, 2, -1.0)
     sample(run_dir, 3, 3, 2.0, conversations=[[{"role": "tool", "content": '"eight" \näpfel'}]])
 
@@ -557,7 +580,7 @@ def test_no_address_names_a_file(run_dir: Path) -> None:
             assert response.status == 404, path
         for query in ("log=../config", "log=/etc/passwd", "run=1&log=x", "log=launcher%00"):
             assert (await client.get(URL(f"/{token}/api/log?{query}", encoded=True))).status == 404, query
-        for query in ("run=-1", "skip=-1", "skip=x", "order=path", "run=%C2%B2"):
+        for query in ("run=-1", "skip=-1", "skip=x", "order=path", "run=%C2%B2", "step=abc", "step=-3", "step=3-"):
             assert (await client.get(URL(f"/{token}/api/samples?{query}", encoded=True))).status == 400, query
 
     serve([run_dir], question)
