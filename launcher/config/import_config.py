@@ -598,20 +598,18 @@ def _read_trl(found: Found) -> Ours:
     ours.set_value("data.chat_template", True, "conversational prompts; false for prompts that are plain text")
     if "data.path" not in ours.values:
         ours.to_fill.append("data.path")
-    evaluates, saves = (
-        _strategy("eval_strategy", get("eval_strategy", "no")),
-        _strategy("save_strategy", get("save_strategy", "steps")),
-    )
+    evaluates = _strategy("eval_strategy", get("eval_strategy", "no"))
+    saves = _strategy("save_strategy", get("save_strategy", "steps"))
     if evaluates != "no":
         ours.set_value("evaluate.path", ours.values.get("data.path"), f"dataset_name; {_EVALUATOR}")
         ours.set_value("evaluate.split", get("dataset_test_split", "test"), "dataset_test_split")
-        _set_interval(ours, "evaluate.interval", evaluates, "eval", get("eval_steps") or 10, per_step)
+        _set_interval(ours, "evaluate.interval", evaluates, "eval", get("eval_steps", 10), per_step)
         if get("num_generations_eval"):
             ours.set_value("evaluate.n_samples_per_prompt", get("num_generations_eval"), "num_generations_eval")
     if saves == "no":
         ours.set_value("checkpoint.interval", 0, "save_strategy")
     elif saves == "epoch" or get("save_steps") is not None:
-        _set_interval(ours, "checkpoint.interval", saves, "save", get("save_steps") or 500, per_step)
+        _set_interval(ours, "checkpoint.interval", saves, "save", get("save_steps", 0), per_step)
     _set_loggers(ours, get("report_to"), "report_to")
     _set_roles(ours, 2, "the smallest")
     _tell_unused(ours, found, TRL)
@@ -760,10 +758,10 @@ def _trl_schedule_of_lr(ours: Ours, get: Callable[..., Any], per_step: int) -> N
     if kind not in known:
         raise _refuse("lr_scheduler_type", kind, "one of " + " ".join(known))
     ours.set_value("actor.lr_schedule", known[kind], "lr_scheduler_type")
-    steps, share = get("warmup_steps") or 0, get("warmup_ratio") or 0
-    if 0 < steps < 1:
-        steps, share = 0, steps
-    _set_warmup(ours, steps, share, (_origin("warmup_steps", per_step), "warmup_ratio"), per_step)
+    updates, share, share_of = get("warmup_steps") or 0, get("warmup_ratio") or 0, "warmup_ratio"
+    if 0 < updates < 1:
+        updates, share, share_of = 0, updates, "warmup_steps"
+    _set_warmup(ours, updates, share, (_origin("warmup_steps", per_step), share_of), per_step)
     if get("adam_beta1") is not None or get("adam_beta2") is not None:
         ours.set_value("actor.betas", [get("adam_beta1", 0.9), get("adam_beta2", 0.999)], "adam_beta1, adam_beta2")
 

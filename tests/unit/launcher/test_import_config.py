@@ -187,6 +187,8 @@ def test_shares_and_epochs_of_trl_are_of_the_steps_or_are_to_be_filled_in(tmp_pa
         "# TO FILL IN: steps, actor.lr_warmup_steps, evaluate.interval, checkpoint.interval"
         in (tmp_path / "new.yaml").read_text()
     )
+    imported({**asked, "warmup_ratio": None, "warmup_steps": 0.1}, tmp_path)
+    assert "lr_warmup_steps: 5  # warmup_steps 0.1 of the steps" in (tmp_path / "new.yaml").read_text()
     values = imported({**asked, "save_strategy": "epoch"}, tmp_path)
     assert values["checkpoint"] is None
     assert "# interval:  save_strategy epoch: prompts" in (tmp_path / "new.yaml").read_text()
@@ -236,6 +238,8 @@ def test_what_would_learn_something_else_is_refused_by_key(
         ({**TRL_FILE, "max_steps": -1}, "num_train_epochs", -1),
         ({**TRL_FILE, "save_strategy": "steps"}, "save_steps", -5),
         ({**TRL_FILE, "save_strategy": "steps"}, "save_steps", 2.5),
+        ({**TRL_FILE, "save_strategy": "steps"}, "save_steps", 0),
+        ({**TRL_FILE, "eval_strategy": "steps"}, "eval_steps", 0),
         (TRL_FILE, "bf16", "False"),
         (TRL_FILE, "use_peft", "x"),
         (TRL_FILE, "use_vllm", "yes"),
