@@ -52,7 +52,7 @@ from asyncflow.run_files import (
 from launcher.config.load_config import read_yaml
 from launcher.loggers.feed import HISTOGRAMS, figures
 from launcher.process.progress import role_rows
-from launcher.report.report import TimeSpent, has_text, number_text
+from launcher.report.report import KeptRow, TimeSpent, has_text, number_text
 from launcher.run.rundir import is_inside, read_plan
 from launcher.run.several_runs import LogFile, end_state, last_step
 from launcher.run.status import RunEnd, RunStatus, is_live
@@ -331,7 +331,7 @@ class SampleIndex(_LineIndex):
             there = numpy.sort(places).tolist()
             found = [place for place, row in self._read_lines(there) if has_text(row, search)]
             places = places[numpy.isin(places, found)]
-        rows = [row for _, row in self._read_lines(places[skip : skip + number].tolist())]
+        rows = [_shown(row) for _, row in self._read_lines(places[skip : skip + number].tolist())]
         self._add_gaps(rows)
         return {"total": len(places), "rows": rows}
 
@@ -372,6 +372,16 @@ class SampleIndex(_LineIndex):
                 values = computed[number][0].get("log_probs")
                 if isinstance(values, list):
                     row["gaps"] = [gap and round(gap, 4) for gap in log_prob_gaps(row["log_probs"], values)]
+
+
+def _shown(row: Fields) -> Fields:
+    """Return a row as the page can show it: one of the wrong form says so."""
+    try:
+        msgspec.convert(row, KeptRow)
+        return row
+    except msgspec.ValidationError as error:
+        known = {name: row.get(name) for name in ("step", "group", "index", "file")}
+        return {**known, "reward": None, "response": f"this line is damaged: {error}"}
 
 
 def _is_rollout(stem: str) -> bool:

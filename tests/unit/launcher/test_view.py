@@ -121,6 +121,12 @@ def test_rollouts_have_the_gaps_of_their_tokens_where_it_is_known_which_drawing_
     assert gaps == {("rollout-0", 0): [0.5, None, 0.25]}, "row 1 was drawn twice, row 2 was trained twice"
 
 
+def test_a_sample_of_the_wrong_form_is_shown_as_damaged(run_dir: Path) -> None:
+    sample(run_dir, 9, 7, 0.5, versions=[1])
+    (damaged,) = RunReader(run_dir, "run").samples()["rows"]
+    assert damaged["index"] == 7 and damaged["response"].startswith("this line is damaged: Expected `array`")
+
+
 def test_a_row_that_was_drawn_again_after_the_run_went_back_counts_as_it_was_drawn_last(run_dir: Path) -> None:
     run = RunReader(run_dir, "run")
     for index, lineage in ((0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 1), (3, 1)):
