@@ -69,6 +69,8 @@ def test_a_run_whose_end_cannot_be_read_is_not_called_killed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("command", ["diff", "plot"])
 def test_a_step_that_is_no_number_is_one_line(command: str, tmp_path: Path) -> None:
+    if command == "plot":
+        pytest.importorskip("matplotlib", reason="pip install -e '.[plot]'")
     run, other = made_run(tmp_path / "a"), made_run(tmp_path / "b")
     (run / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 1}\n{"step": "2", "reward_mean": 1}\n')
     said = CliRunner().invoke(main, [command, str(run), str(other)])
