@@ -343,21 +343,20 @@ class SampleIndex(_LineIndex):
                 places = numpy.lexsort((numpy.asarray(self._rows), numpy.asarray(self._groups), -step))
             else:
                 places = numpy.lexsort((-step, -rewards if order == "best" else rewards))  # no reward: the last ones
-            self._sorted = order, len(self._steps), places[self._counts()[places]]
+            if self._lineages and min(self._lineages) < max(self._lineages):
+                places = places[self._counts()[places]]
+            self._sorted = order, len(self._steps), places
         return self._sorted[2]
 
     def _counts(self) -> "numpy.ndarray[Any, Any]":
         """Return of each line whether no later lineage drew its row again; evaluations number their rows anew."""
         rows, lineages = numpy.asarray(self._rows), numpy.asarray(self._lineages)
         counts = numpy.ones(len(rows), dtype=bool)
-        if len(rows) and lineages.min() < lineages.max():
-            drawn = numpy.isin(
-                self._numbers, [one.number for one in self._files.values() if _is_rollout(one.path.stem)]
-            )
-            known, place = numpy.unique(rows[drawn], return_inverse=True)
-            newest = numpy.full(len(known), lineages.min())
-            numpy.maximum.at(newest, place, lineages[drawn])
-            counts[drawn] = lineages[drawn] == newest[place]
+        drawn = numpy.isin(self._numbers, [one.number for one in self._files.values() if _is_rollout(one.path.stem)])
+        known, place = numpy.unique(rows[drawn], return_inverse=True)
+        newest = numpy.full(len(known), lineages.min())
+        numpy.maximum.at(newest, place, lineages[drawn])
+        counts[drawn] = lineages[drawn] == newest[place]
         return counts
 
     def _add_gaps(self, rows: Sequence[Fields]) -> None:
