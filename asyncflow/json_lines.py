@@ -102,6 +102,11 @@ class Lines(Generic[T]):
     def describe_place(self, number: int) -> str:
         return f"{self.path}:{number}"
 
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, each with its place."""
+        return [f"{self.describe_place(number)}: {what}" for number, what in self.wrong]
+
     def filter_lines(self, keep: Callable[[T], bool]) -> "Lines[T]":
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
@@ -125,8 +130,8 @@ class LineReader(Generic[T]):
     def read(self) -> list[T]:
         """Return the objects of new lines; raises ConfigError, which names the line, if one is wrong."""
         found = self.read_lines()
-        for number, what in found.wrong:
-            raise ConfigError(f"{found.describe_place(number)}: {what}; repair the line, or restore the file")
+        for problem in found.problems:
+            raise ConfigError(f"{problem}; repair the line, or restore the file")
         return [line for _, line in found.lines]
 
     def read_lines(self) -> Lines[T]:

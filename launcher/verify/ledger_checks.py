@@ -43,7 +43,7 @@ class LineageStart:
 def check_files(records: RunRecords) -> Check:
     """Every line is one that a run writes. A cut last line is legal: a crash leaves one."""
     files: tuple[Lines[msgspec.Struct], ...] = (records.ledger.file, records.metrics, records.updates)
-    problems = [f"{file.describe_place(number)}: {what}" for file in files for number, what in file.wrong]
+    problems = [problem for file in files for problem in file.problems]
     if any(file.lines for file in files):
         problems += [f"{file.path}: does not exist" for file in files if not file.path.exists()]
     why = "it is being written" if records.live else "a crash does that, and a resume removes it"

@@ -119,7 +119,7 @@ class Curves:
             self._forget()
             found = self._lines.read_lines()
             news = [line for _, line in found.lines]
-        self.problems += [f"{found.describe_place(number)}: {what}" for number, what in found.wrong]
+        self.problems += found.problems
         newest: dict[int, Fields] = {}
         for line in news:
             newest.pop(line["step"], None)
@@ -468,7 +468,7 @@ class RunReader:
             self._evaluations, self._evaluation_problems = {}, []
         found = self._evaluation_lines.read_lines()
         self._evaluations |= {line["step"]: line for _, line in found.lines}
-        self._evaluation_problems += [f"{found.describe_place(number)}: {what}" for number, what in found.wrong]
+        self._evaluation_problems += found.problems
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration, which a resumed run writes anew; {} if there is none yet, or it cannot be read."""

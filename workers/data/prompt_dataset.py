@@ -35,6 +35,7 @@ from workers.data.prompt_rows import (
     check_left,
     conversation,
     ending_text,
+    long_rows_text,
     plain_text,
     read_data,
 )
@@ -224,10 +225,7 @@ class PromptDataset:
         sizes, shuffle = [left[part] for part in sorted(left)], config.shuffle
         self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=shuffle) if config.mixture else None
         if self.num_skipped:
-            logger.warning(
-                "%d of %d prompts are longer than data.max_prompt_tokens = %d and are skipped",
-                self.num_skipped, len(rows), config.max_prompt_tokens,
-            )  # fmt: skip
+            logger.warning("%s", long_rows_text(self.num_skipped, f"{len(rows)} prompts", config))
         self._ground_truths = [rows[i].ground_truth for i in kept]
         self._tasks = [rows[i].task if with_tasks else "" for i in kept]
         names = config.source_names or ("",)

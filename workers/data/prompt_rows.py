@@ -283,10 +283,15 @@ def warn_of_long_rows(num_long: int, num_checked: int, num_rows: int, config: Da
     """Say how many rows are left out, of those that were checked before a start; the run counts all of them."""
     if num_long:
         of = f"{num_rows} rows" if num_checked == num_rows else f"the first {num_checked} of {num_rows} rows"
-        logger.warning(
-            "%s: %d of %s are longer than data.max_prompt_tokens = %d and are left out; raise it to keep them",
-            config.key("path").rpartition(".")[0], num_long, of, config.max_prompt_tokens,
-        )  # fmt: skip
+        logger.warning("%s", long_rows_text(num_long, of, config))
+
+
+def long_rows_text(num_long: int, of: str, config: DataConfig) -> str:
+    """Return a line that says how many rows are left out; `of`: how many there are, e.g. `7473 rows`."""
+    return (
+        f"{config.key('path').rpartition('.')[0]}: {num_long} of {of} are longer than data.max_prompt_tokens = "
+        f"{config.max_prompt_tokens} and are left out; raise it to keep them"
+    )
 
 
 def ending_text(where: str, end: str) -> ConfigError:

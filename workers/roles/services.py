@@ -26,6 +26,7 @@ from workers.admission.feed_service import FeedService
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, PromptDataset, Prompts, PromptTokens, open_prompts
+from workers.data.prompt_rows import long_rows_text
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
 from workers.engines.hf.weights import copy_without_weights, write_weights
@@ -207,11 +208,8 @@ def _open_prompts(context: WorkerContext) -> DatasetPrompts:
     told = functools.partial(context.report_state, STARTING)
     dataset = open_prompts(config, context.run_dir, context.load_tokenizer(), progress=told)
     if isinstance(dataset, PromptDataset) and dataset.num_skipped and context.gang.index == 0:
-        num_rows, most = dataset.num_skipped + len(dataset), config.data.max_prompt_tokens
-        context.warn_user(
-            f"data: {dataset.num_skipped} of {num_rows} rows are longer than data.max_prompt_tokens {most} and are "
-            f"left out; raise it to keep them"
-        )
+        num_rows = dataset.num_skipped + len(dataset)
+        context.warn_user(long_rows_text(dataset.num_skipped, f"{num_rows} rows", config.data))
     if config.data.sampler is not None:
         sampler = TaskSampler(
             UserSampler(config.data, size=dataset.size, seed=config.seed),
