@@ -132,6 +132,7 @@ def read_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str, behaviour
         error = f"{type(caught).__name__}: {caught}"
     stopped = loader.stopped
     loader.close()
+    assert error or not replica._aborted, "what was read to its end needs no abort"
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     pipe.send((rounds, stopped, error, client.acked, loader.requests, left))
     pipe.poll(60)

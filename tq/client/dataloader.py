@@ -541,12 +541,17 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
 
     def close(self) -> None:
         """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
+        is_over = self._is_over
         self._closing.set()
         self.stopped = True
         self._acks.close()
         ahead, replica = self._ahead, self._replica
+        # What is over on all ranks ends by itself. An abort beside its last broadcast can leave rank 0 in there for the
+        # group's timeout: Gloo loses the error of a send whose receiver goes away as it begins.
+        if is_over and ahead is not None:
+            ahead.join(_JOIN_S)
         if replica is not None and replica.in_program_order:
-            if not self._is_over:
+            if not is_over:
                 replica.abort()  # ranks of the replica that still read get an error
         elif replica is not None and replica.shares and ahead is not None and ahead.alive:
             replica.abort()

@@ -210,6 +210,12 @@ class ChildProcess(Generic[S, R]):
         assert self._channel is not None
         return await self._channel.receive()
 
+    def has_ended(self) -> bool:
+        """Return whether the process is gone; its last messages may not have been received yet."""
+        # WNOWAIT: its number stays its own, so that what it started can still be killed by it.
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self._process.returncode is not None or os.waitid(os.P_PID, self._process.pid, how) is not None
+
     def kill_process(self) -> None:
         """Kill it and what it started; idempotent."""
         if self._process.returncode is None:  # otherwise the number may belong to another process by now
@@ -219,7 +225,7 @@ class ChildProcess(Generic[S, R]):
     async def kill_and_wait(self, *, within_s: float = 0.0) -> None:
         """Wait for its end, and kill it after `within_s`; idempotent."""
         for _ in range(round(within_s / _LOOK_S)):
-            if self._has_ended():
+            if self.has_ended():
                 break
             await asyncio.sleep(_LOOK_S)
         self.kill_process()
@@ -250,11 +256,6 @@ class ChildProcess(Generic[S, R]):
             case Refused(text=text):
                 raise ConfigError(text)
         raise ChildDied
-
-    def _has_ended(self) -> bool:
-        # WNOWAIT: its number stays its own, so that what it started can still be killed by it.
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self._process.returncode is not None or os.waitid(os.P_PID, self._process.pid, how) is not None
 
     def _process_ended(self) -> None:
         assert self._channel is not None

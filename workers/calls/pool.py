@@ -74,6 +74,12 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
             return False
         return not self._replies if alone else len(self._replies) < self.capacity
 
+    def notice_end(self) -> None:
+        """Kill it if it died without a call in flight: the loop may not have read its end of file yet, and a call that
+        began now would get the blame."""
+        if self.alive and not self._replies and self.has_ended():
+            self.kill()
+
     def begin(self, arguments: Sequence[Any], *, alone: bool) -> int:
         """Send a call (see `has_room`); return its number. Raises ValueError or TypeError if arguments cannot be
         encoded."""
@@ -298,6 +304,8 @@ class CallPool:
 
     def _assign_calls(self) -> None:
         """Give waiting calls to children with room."""
+        for idle in self._children:
+            idle.notice_end()
         for dead in [child for child in self._children if not child.alive]:
             self._children.remove(dead)
             self._dead.append(dead)

@@ -205,9 +205,15 @@ def test_a_child_that_does_not_start_costs_the_call(open_pool: Open) -> None:
 def test_a_child_that_died_while_it_had_nothing_to_do_is_replaced(open_pool: Open) -> None:
     pool = open_pool("pid")
     child = pool.call_and_wait(1, on="it")
+    # The pool has not read its end of file when the next call comes.
+    busy, gone = threading.Event(), threading.Event()
+    pool._loop.call_soon_threadsafe(lambda: (busy.set(), gone.wait(DEADLINE_S)))
+    assert busy.wait(DEADLINE_S)
     os.kill(child, signal.SIGKILL)
     wait_until_gone(child)
-    assert pool.call_and_wait(1, on="it") != child
+    call = pool.submit(1, on="it")
+    gone.set()
+    assert call.result(DEADLINE_S) != child
 
 
 def test_close_kills_the_children_and_cancels_what_is_not_done(open_pool: Open) -> None:
