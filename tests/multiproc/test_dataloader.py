@@ -93,7 +93,7 @@ def test_rank_that_dies_is_an_error_on_the_others(start: Start, victim: int, fet
     for rank in others:
         text, seconds = rank.hear()
         assert text.startswith("replica 0: a broadcast among its 3 ranks failed at rank")
-        assert seconds < 10
+        assert seconds < 15  # of the group's 20 s
     assert [rank.end() for rank in others] == [0, 0]
 
 
@@ -104,7 +104,7 @@ def test_close_at_rank_0_is_an_error_on_ranks_that_go_on(start: Start) -> None:
     leader.tell("close")
     text, seconds = other.hear()
     assert text.startswith("replica 0: a broadcast among its 2 ranks failed at rank 1")
-    assert seconds < 10
+    assert seconds < 15  # of the group's 20 s
     assert [leader.hear(), leader.end(), other.end()] == [True, 0, 0]
 
 

@@ -238,8 +238,8 @@ def test_run_that_was_killed_is_over_at_once(tmp_path: Path) -> None:
     Job(LOOPBACK, port, SECRET.hex(), 1, (), 0, "", 1, 0.0, HostClock.from_wall_clock()).save(tmp_path)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine: the run in .* is over"):
-        connect_weights(tmp_path, "engine")
-    assert time.monotonic() - began < 2
+        connect_weights(tmp_path, "engine", timeout_s=2 * DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S
 
 
 def test_agent_that_is_not_there_is_named(run: Run) -> None:

@@ -134,7 +134,7 @@ def test_deadline_answers_a_fetch_that_finds_nothing(queue: Any, connect: Any) -
     client = connect()
     began = time.monotonic()
     answer = client.fetch("double", num_rows=1, timeout_s=0.3)
-    assert (answer.reason, time.monotonic() - began < 5) == (NoRowsReason.DEADLINE, True)
+    assert (answer.reason, time.monotonic() - began < 30) == (NoRowsReason.DEADLINE, True)
 
 
 @pytest.mark.gate
@@ -208,7 +208,7 @@ def test_dead_unit_is_an_error_within_the_deadline_of_whoever_needs_it(queue: An
     began = time.monotonic()
     with pytest.raises(TransportError):
         granted.put({"doubled": granted["x"]})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert client.stats()[0].newest_version == 0
     client.close()
 
