@@ -346,9 +346,9 @@ class RowTrace:
 
     def moments(self, lineage: int) -> list[tuple[float, str, str]]:
         """Return (time_s, what happened, the timeline's process) of a lineage, in order: leases, drawing, training."""
-        found = [
-            (_when(line)[1], _lease_text(line), _process(line)) for line in self.leases if _when(line)[0] == lineage
-        ]
+        leases = [line for line in self.leases if _when(line)[0] == lineage]
+        holders = {(line["task"], line["token"]): _process(line["to"]) for line in leases if "to" in line}
+        found = [(line["time_s"], _lease_text(line), holders.get((line["task"], line["token"]), "")) for line in leases]
         drawn = [line for line in self.samples if line.get("lineage") == lineage]
         found += [(line["time_s"], f"drawn and scored by {line['worker']}", f"{line['worker']}-0") for line in drawn]
         taken = [line for line in self.trained if line["lineage"] == lineage]
@@ -444,9 +444,9 @@ def _lease_text(lease: Fields) -> str:
     return plain(f"{lease['task']}: {done}")
 
 
-def _process(lease: Fields) -> str:
+def _process(consumer: str) -> str:
     """Return the process that has a lease, e.g. `rollout-1-0` of `rollout-1/0@0.e7cdb4ea`."""
-    return str(lease.get("to", "")).partition("@")[0].replace("/", "-")
+    return consumer.partition("@")[0].replace("/", "-")
 
 
 def _lease_lines(leases: Sequence[Fields]) -> list[str]:

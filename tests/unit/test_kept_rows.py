@@ -10,7 +10,7 @@ import torch
 
 from asyncflow.json_lines import LineReader
 from tq.columns import Column, PackedBatch
-from tq.messages import LeaseGrant, Release
+from tq.messages import AckLost, LeaseGrant, OutputsWritten, Release
 from workers.records.samples import MOST_TOKENS, KeptGroups, LeaseLog, SampleLog, TrainedLog, rounded
 from workers.rewards.scorer import ScoredResponse
 from workers.rows.finished import FinishedRollout
@@ -37,12 +37,21 @@ def test_leases_of_kept_rows_are_written_and_no_others(run_dir: Path) -> None:
     log.note_release(Release("actor", 7, [11, 12]))
     log.note_release(Release("actor", 7, [10], filtered=True))
     log.note_release(Release("actor", 8, [14]))
+    log.note_done(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))  # another controller's task
+    log.note_done(OutputsWritten("storage-0", "actor", [12, 13], [], [0, 0], 0))
+    log.note_lease(LeaseGrant("ref", 9, 2, [13, 14], [8, 8], ["storage-0"] * 2), "ref-0/0")
+    log.note_done(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))
+    log.note_done(AckLost("ref", 9, [14]))
     log.close()
     common = {"task": "actor", "token": 7, "lineage": 2, "time_s": 1.5}
     assert lines(run_dir / "trace" / "leases-controller-0.jsonl") == [
         {**common, "step": 2, "rows": [10, 11, 13], "to": "actor/0"},
         {**common, "rows": [11], "ended": "released"},
         {**common, "rows": [10], "ended": "filtered"},
+        {**common, "rows": [13], "ended": "acked"},
+        {**common, "task": "ref", "token": 9, "step": 2, "rows": [13, 14], "to": "ref-0/0"},
+        {**common, "task": "ref", "token": 9, "rows": [13], "ended": "put"},
+        {**common, "task": "ref", "token": 9, "rows": [14], "ended": "acked"},
     ]
 
 

@@ -142,6 +142,9 @@ class LeaseObserver(Protocol):
     def note_release(self, release: Release) -> None:
         """A consumer returned rows."""
 
+    def note_done(self, done: OutputsWritten | AckLost) -> None:
+        """A task is done with rows, which another controller may have granted: it put outputs, or acked them."""
+
 
 # Rows lost with a unit: every other controller tells the lead about them, and hears who is done with them.
 #
@@ -268,8 +271,11 @@ class StateShell:
         with self.lock:
             answers = self.handle(event)
         self.send(answers)
-        if self._observer is not None and isinstance(event, Release):
-            self._observer.note_release(event)
+        match event:
+            case Release() if self._observer is not None:
+                self._observer.note_release(event)
+            case OutputsWritten() | AckLost() if self._observer is not None:
+                self._observer.note_done(event)
 
     def handle(self, event: Event, request: int = 0) -> News:
         """Apply an event and return what to `send`. The caller holds the lock."""

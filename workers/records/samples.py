@@ -29,7 +29,7 @@ from torch import Tensor
 from asyncflow.json_lines import open_spare
 from asyncflow.run_files import SAMPLES, TRACE
 from tq.columns import PackedBatch
-from tq.messages import LeaseGrant, Release
+from tq.messages import AckLost, LeaseGrant, OutputsWritten, Release
 from workers.rewards.scorer import ScoredResponse
 from workers.rows.finished import FinishedRollout
 from workers.rows.packed_rows import ROW_DRAWN, SAMPLE_DRAWN
@@ -37,7 +37,7 @@ from workers.settings.run import RunConfig
 
 MOST_TOKENS = 256
 """Only the first tokens of a row are kept with their log-probabilities: about 4 KB."""
-# Most leases that wait in memory for the disk (later ones are dropped), and newest rows whose return is recognized.
+# Most lines that wait in memory for the disk (later ones are dropped), and newest leased rows whose end is recognized.
 _MOST_WAITING, _KNOWN_ROWS = 4096, 8192
 
 _encoder = msgspec.json.Encoder()
@@ -155,7 +155,8 @@ class LeaseLog:
         self._kept = kept
         self._now = now
         self._lineage = lineage
-        self._rows: dict[int, None] = {}  # kept ones, the newest last; any thread, under the lock
+        # (task, kept row) -> its lease's token, the newest last; any thread, under the lock
+        self._tokens: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._write_until_closed, name="leases", daemon=True)
@@ -166,23 +167,29 @@ class LeaseLog:
         if not rows:
             return
         with self._lock:
-            self._rows.update(dict.fromkeys(rows))
-            for row in list(itertools.islice(self._rows, max(0, len(self._rows) - _KNOWN_ROWS))):
-                del self._rows[row]
+            self._tokens.update(dict.fromkeys(((grant.task, row) for row in rows), grant.token))
+            for leased in list(itertools.islice(self._tokens, max(0, len(self._tokens) - _KNOWN_ROWS))):
+                del self._tokens[leased]
         self._add({"task": grant.task, "token": grant.token, "step": grant.partition, "rows": rows, "to": owner})
 
     def note_release(self, release: Release) -> None:
-        with self._lock:
-            rows = [row for row in release.rows if row in self._rows]
-        if rows:
-            why = "filtered" if release.filtered else "failed" if release.failures else "released"
-            self._add({"task": release.task, "token": release.token, "rows": rows, "ended": why})
+        self._note_end(release, "filtered" if release.filtered else "failed" if release.failures else "released")
+
+    def note_done(self, done: OutputsWritten | AckLost) -> None:
+        self._note_end(done, "put" if isinstance(done, OutputsWritten) and done.columns else "acked")
 
     def close(self) -> None:
         """Write what waits; idempotent."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=1.0)
         self._thread.join(timeout=5.0)
+
+    def _note_end(self, event: Release | OutputsWritten | AckLost, how: str) -> None:
+        with self._lock:
+            rows = [row for row in event.rows if (event.task, row) in self._tokens]
+            tokens = [self._tokens.pop((event.task, row)) for row in rows]
+        if rows:
+            self._add({"task": event.task, "token": tokens[0], "rows": rows, "ended": how})
 
     def _add(self, line: dict[str, Any]) -> None:
         with contextlib.suppress(queue.Full):  # a disk that hangs must not hold up the queue

@@ -190,7 +190,7 @@ def test_a_row_has_its_moments_on_the_timeline_by_the_clock_of_the_start_that_tr
     assert "again: the one before ended" in found["text"]
     assert found["moments"] == [
         [1003.0, "actor_rollout: leased to rollout-1/0@0.abc", "rollout-1-0"],
-        [1004.0, "actor_rollout: released by its consumer", ""],
+        [1004.0, "actor_rollout: released by its consumer", "rollout-1-0"],
         [1004.5, "actor_rollout: leased to rollout-0/0@0.abc", "rollout-0-0"],
         [1008.25, "drawn and scored by rollout-0", "rollout-0-0"],
         [1009.0, "trained in step 2", "actor-0"],
