@@ -158,7 +158,7 @@ def test_coroutines_share_one_child_and_run_at_the_same_time(open_pool: Open) ->
     calls = [pool.submit(number, on="it") for number in range(8)]
     values = [call.result(DEADLINE_S) for call in calls]
     assert [number for number, _ in values] == list(range(8)) and len({child for _, child in values}) == 1
-    assert threading.active_count() == threads, "no call has a thread"
+    assert threading.active_count() <= threads, "no call has a thread"
 
 
 @pytest.mark.parametrize("name", ["judge", "returns_coroutine"])
