@@ -25,6 +25,7 @@ from asyncflow.job import LOOPBACK
 from asyncflow.vendors import vendor_of
 from launcher.doctor.findings import Facts, MachineCheck, Needs, Size, error, fatal, ok, reason, warning
 from launcher.doctor.software import installed
+from workers.calls.child_process import START_TIMEOUT_S
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee
 from workers.engines.device_memory import ModelSizes, Parts, fsdp_memory
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from workers.rows.packed_rows import Sequences
 
 _MOST_RANKS = 8
-_DEADLINE_S = 60.0
-"""For each rank: a check ends after 90 s and must say by then which of them hang (s)."""
+_DEADLINE_S = START_TIMEOUT_S
+"""For each rank, which imports torch first: a check ends later, and must say by then which of them hang (s)."""
 
 
 def rank_devices(kind: str) -> list[str]:
@@ -124,7 +125,7 @@ def use_from_threads(needs: Needs) -> Facts:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], timedelta(seconds=_DEADLINE_S))  # it imports torch first
+        store.wait(["here"], timedelta(seconds=_DEADLINE_S))
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -292,42 +293,42 @@ _HANGS = "send us this report, with what `py-spy dump --pid` says of the process
 _SEND, _STAGED = "send us this report", "use weightsync.path=staged; send this report"
 _INSTEAD = "colocated runs take such weights from shared memory"
 CHECKS = (
-    MachineCheck(VERSIONS, list_versions, (), "{said}", 60, _HANGS),
+    MachineCheck(VERSIONS, list_versions, (), "{said}", 120, _HANGS),
     MachineCheck(CONTEXTS, use_from_threads, (
         error(lambda f: f.taken > 2**26, "a process that uses {last} took {taken} of {first}",
               f"{_SEND}: a thread uses a device that is not its own"),
-    ), "{said}", 120, _HANGS),
+    ), "{said}", 240, _HANGS),
     MachineCheck(COPIES, measure_copies, (
         fatal("wrong", "other bytes came back through memory that is {wrong}", _SEND),
         ok("said", "{said}"),
         warning(lambda f: f.device == "cuda" and not f.locked, "shared memory cannot be page-locked",
                 "ulimit -l unlimited"),
-    ), "{said}", 60, _HANGS),
+    ), "{said}", 120, _HANGS),
     MachineCheck(COLLECTIVES, try_collectives, (
         fatal("missing", "{missing} of {ranks} ranks did not answer ({last})", _SEND),
         ok("fine", "{ranks} ranks, ms of {size}: {fine}"),
         error("failed", "{name} ({users}): {why}", _SEND),
-    ), "{fine}", 90, _HANGS),
+    ), "{fine}", 180, _HANGS),
     MachineCheck(DEAD, kill_receiver, (
         fatal("died", "the sender died with its receiver ({died})", _STAGED),
         fatal("what", "the sender {what} ({one})", _STAGED),
         warning("stuck", "{said}; but its group cannot be aborted", "send this report"),
-    ), "{said}", 90, _HANGS),
+    ), "{said}", 180, _HANGS),
     MachineCheck(UPDATE, compare_updates, (
         error("wrong", "{said}", "the device computes something else; send this report"),
-    ), "{said}", 60, _HANGS),
+    ), "{said}", 120, _HANGS),
     MachineCheck(SWAP, swap_weights, (
         error(lambda f: not f.apart < _CLOSE["float32"], "{said}", "weights are lost on their way; send this report"),
-    ), "{said}", 60, _HANGS),
+    ), "{said}", 120, _HANGS),
     MachineCheck(HANDOVER, hand_over, (
         fatal("missing", "{missing} of {ranks} ranks did not answer ({last})", _SEND),
         error("wrong", "{wrong} numbers came out wrong", f"{_SEND}: {_INSTEAD}"),
         warning("refused", "{refused}", f"{_SEND}: {_INSTEAD}"),
         ok("said", "{said}"),
-    ), "{said}", 90, _HANGS),
+    ), "{said}", 180, _HANGS),
     MachineCheck(MEMORY, measure_memory, (
         warning(lambda f: abs(f.apart) > _ESTIMATED, "{said}", f"{_SEND}: --dry-run refuses by this estimate"),
-    ), "{said}", 90, _HANGS),
+    ), "{said}", 180, _HANGS),
 )  # fmt: skip
 """In the order in which they run."""
 

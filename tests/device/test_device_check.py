@@ -14,6 +14,7 @@ COMMAND = Path(sys.executable).parent / "asyncflow"
 DEADLINE_S = 900
 
 
+@pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("device", ["cpu", "late"])
 def test_nothing_is_wrong_where_the_tests_pass(
     device: str, late_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

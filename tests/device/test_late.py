@@ -6,6 +6,8 @@ from . import handover_mode
 from .conftest import Run
 from .plants import CASES, PLANTS, mistakes
 
+pytestmark = pytest.mark.timeout(900)
+
 SCHEDULES = ("copies", "kernels")
 SHOWN = {
     "copies": {"read before the copy's end", "host buffer used again", "freed while another stream reads",
