@@ -34,14 +34,14 @@ def test_leases_of_kept_rows_are_written_and_no_others(run_dir: Path) -> None:
     rows, groups = [10, 11, 12, 13], [9, 9, 2, 8]
     log.note_lease(LeaseGrant("actor", 7, 2, rows, groups, ["storage-0"] * 4), "actor/0")
     log.note_lease(LeaseGrant("actor", 8, 2, [14], [2], ["storage-0"]), "actor/0")
-    log.note_release(Release("actor", 7, [11, 12]))
-    log.note_release(Release("actor", 7, [10], filtered=True))
-    log.note_release(Release("actor", 8, [14]))
-    log.note_done(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))  # another controller's task
-    log.note_done(OutputsWritten("storage-0", "actor", [12, 13], [], [0, 0], 0))
+    log.note_end(Release("actor", 7, [11, 12]))
+    log.note_end(Release("actor", 7, [10], filtered=True))
+    log.note_end(Release("actor", 8, [14]))
+    log.note_end(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))  # another controller's task
+    log.note_end(OutputsWritten("storage-0", "actor", [12, 13], [], [0, 0], 0))
     log.note_lease(LeaseGrant("ref", 9, 2, [13, 14], [8, 8], ["storage-0"] * 2), "ref-0/0")
-    log.note_done(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))
-    log.note_done(AckLost("ref", 9, [14]))
+    log.note_end(OutputsWritten("storage-0", "ref", [13], ["log_probs"], [0], 4))
+    log.note_end(AckLost("ref", 9, [14]))
     log.close()
     common = {"task": "actor", "token": 7, "lineage": 2, "time_s": 1.5}
     assert lines(run_dir / "trace" / "leases-controller-0.jsonl") == [

@@ -139,11 +139,8 @@ class LeaseObserver(Protocol):
     def note_lease(self, grant: LeaseGrant, owner: str) -> None:
         """A consumer got rows; another reader of a replica's lease gets the same token."""
 
-    def note_release(self, release: Release) -> None:
-        """A consumer returned rows."""
-
-    def note_done(self, done: OutputsWritten | AckLost) -> None:
-        """A task is done with rows, which another controller may have granted: it put outputs, or acked them."""
+    def note_end(self, event: Release | OutputsWritten | AckLost) -> None:
+        """A consumer returned rows, put their outputs, or acked them; another controller may have granted them."""
 
 
 # Rows lost with a unit: every other controller tells the lead about them, and hears who is done with them.
@@ -271,11 +268,8 @@ class StateShell:
         with self.lock:
             answers = self.handle(event)
         self.send(answers)
-        match event:
-            case Release() if self._observer is not None:
-                self._observer.note_release(event)
-            case OutputsWritten() | AckLost() if self._observer is not None:
-                self._observer.note_done(event)
+        if self._observer is not None and isinstance(event, Release | OutputsWritten | AckLost):
+            self._observer.note_end(event)
 
     def handle(self, event: Event, request: int = 0) -> News:
         """Apply an event and return what to `send`. The caller holds the lock."""

@@ -74,11 +74,10 @@ class PoolChild(ChildProcess[ToChild, ToPool]):
             return False
         return not self._replies if alone else len(self._replies) < self.capacity
 
-    def notice_end(self) -> None:
-        """Kill it if it died without a call in flight: the loop may not have read its end of file yet, and a call that
-        began now would get the blame."""
-        if self.alive and not self._replies and self.has_ended():
-            self.kill()
+    def died_idle(self) -> bool:
+        """Return whether it died without a call in flight: the loop may not have read its end of file yet, and a call
+        that began now would get the blame."""
+        return not self._replies and self.has_ended()
 
     def begin(self, arguments: Sequence[Any], *, alone: bool) -> int:
         """Send a call (see `has_room`); return its number. Raises ValueError or TypeError if arguments cannot be
@@ -291,7 +290,12 @@ class CallPool:
         for child in (*self._children, *self._dead):
             await child.kill_and_wait()
 
-    async def _bury_child(self, child: PoolChild) -> None:
+    def _bury_child(self, child: PoolChild) -> None:
+        self._children.remove(child)
+        self._dead.append(child)
+        self._begin_task(self._await_end(child))
+
+    async def _await_end(self, child: PoolChild) -> None:
         await child.kill_and_wait()
         self._dead.remove(child)
 
@@ -304,18 +308,17 @@ class CallPool:
 
     def _assign_calls(self) -> None:
         """Give waiting calls to children with room."""
-        for idle in self._children:
-            idle.notice_end()
         for dead in [child for child in self._children if not child.alive]:
-            self._children.remove(dead)
-            self._dead.append(dead)
-            self._begin_task(self._bury_child(dead))
+            self._bury_child(dead)
         while self._waiting:
             call = self._waiting[0]
             child = next((child for child in self._children if child.has_room(alone=call.alone)), None)
             if child is None:
                 self._grow_pool()
                 return
+            if child.died_idle():
+                self._bury_child(child)
+                continue
             self._waiting.popleft()
             if not _is_wanted(call):
                 self._calls.discard(call)

@@ -172,24 +172,18 @@ class LeaseLog:
                 del self._tokens[leased]
         self._add({"task": grant.task, "token": grant.token, "step": grant.partition, "rows": rows, "to": owner})
 
-    def note_release(self, release: Release) -> None:
-        self._note_end(release, "filtered" if release.filtered else "failed" if release.failures else "released")
-
-    def note_done(self, done: OutputsWritten | AckLost) -> None:
-        self._note_end(done, "put" if isinstance(done, OutputsWritten) and done.columns else "acked")
+    def note_end(self, event: Release | OutputsWritten | AckLost) -> None:
+        with self._lock:
+            rows = [row for row in event.rows if (event.task, row) in self._tokens]
+            tokens = [self._tokens.pop((event.task, row)) for row in rows]
+        if rows:
+            self._add({"task": event.task, "token": tokens[0], "rows": rows, "ended": _how_ended(event)})
 
     def close(self) -> None:
         """Write what waits; idempotent."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=1.0)
         self._thread.join(timeout=5.0)
-
-    def _note_end(self, event: Release | OutputsWritten | AckLost, how: str) -> None:
-        with self._lock:
-            rows = [row for row in event.rows if (event.task, row) in self._tokens]
-            tokens = [self._tokens.pop((event.task, row)) for row in rows]
-        if rows:
-            self._add({"task": event.task, "token": tokens[0], "rows": rows, "ended": how})
 
     def _add(self, line: dict[str, Any]) -> None:
         with contextlib.suppress(queue.Full):  # a disk that hangs must not hold up the queue
@@ -204,6 +198,12 @@ class LeaseLog:
             logger.warning("leases: %s; this process writes no more", error)
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _how_ended(event: Release | OutputsWritten | AckLost) -> str:
+    if isinstance(event, Release):
+        return "filtered" if event.filtered else "failed" if event.failures else "released"
+    return "put" if isinstance(event, OutputsWritten) and event.columns else "acked"
 
 
 @dataclass(frozen=True)
